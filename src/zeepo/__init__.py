@@ -1,0 +1,7 @@
+"""zeepo trains PyTorch models that are bigger than the memory they are given."""
+
+from zeepo.engine.api import close, current_session, init
+from zeepo.engine.session import Session
+
+__version__ = "0.1.0"
+__all__ = ["Session", "__version__", "close", "current_session", "init"]

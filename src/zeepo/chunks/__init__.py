@@ -1,0 +1,1 @@
+"""Chunks: what moves together, where it lies, and when it comes and goes."""

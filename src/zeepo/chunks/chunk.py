@@ -1,0 +1,128 @@
+"""One chunk: a layout, the storages of its slots, and where their bytes are now.
+
+[Note: storages]
+Every slot has one torch storage that lives as long as the tensor it belongs to. Fetching and evicting
+do not replace tensors: they exchange the storage's data pointer (`UntypedStorage._swap_data_ptr_`), so
+each view of the tensor, including those that autograd saved for backward, is valid again after a fetch.
+A slot's bytes lie either inside the chunk's pool buffer or in memory of the storage's own (as the user
+or autograd allocated it). An evicted storage has no memory and zero bytes.
+
+[Note: versions]
+`version` counts changes; `lower_version` is the version the lower tier holds. A chunk is dirty when
+they differ. A write stores the version it started with, so a change during the write leaves the chunk
+dirty. A fetch asserts that the extent was not written since.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import Future
+from enum import Enum
+
+import torch
+
+from zeepo.chunks.layout import Layout
+from zeepo.errors import InternalError
+from zeepo.memory.ledger import Reservation
+from zeepo.memory.pool import Buffer
+from zeepo.memory.tier import Extent, Tier
+from zeepo.sabotage import sabotaged
+
+
+class Kind(Enum):
+    """What a chunk holds; the value is the ledger's tag."""
+
+    PARAM = "params"
+    GRAD = "grads"
+    STATE = "optimizer state"
+
+
+def memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """The bytes of a storage. The caller keeps the storage alive."""
+    array = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return memoryview(array).cast("B")
+
+
+class Chunk:
+    """State of one chunk; changed only by the store."""
+
+    def __init__(self, key: int, kind: Kind, label: str, layout: Layout, home: Tier | None):
+        self.key = key
+        self.kind = kind
+        self.label = label
+        self.layout = layout
+        self.home = home
+        """The tier it is evicted to; None when it stays in RAM."""
+        self.storages: list[torch.UntypedStorage | None] = [None] * len(layout.slots)
+        self.own_memory: dict[int, Reservation] = {}
+        """Slots whose bytes are in memory of their own, with the ledger entry for it."""
+        self.buffer: Buffer | None = None
+        self.is_resident = False
+        self.fetching: Future[None] | None = None
+        self.writing: Future[None] | None = None
+        self.writing_version = 0
+        self.version = 0
+        self.lower_version = -1
+        self.extent: Extent | None = None
+        self.expected_writes = 0
+        self.leases = 0
+        self.raw_holds = 0
+        """How many leases are held by addresses outside torch (numpy, data_ptr)."""
+
+    @property
+    def is_empty(self) -> bool:
+        return all(storage is None for storage in self.storages)
+
+    @property
+    def is_dirty(self) -> bool:
+        return self.version != self.lower_version
+
+    @property
+    def resident_bytes(self) -> int:
+        own = sum(r.nbytes for r in self.own_memory.values())
+        return own + (self.buffer.capacity_bytes if self.buffer is not None else 0)
+
+    def present(self) -> list[tuple[int, torch.UntypedStorage]]:
+        return [(i, s) for i, s in enumerate(self.storages) if s is not None]
+
+    def place_in_buffer(self) -> None:
+        """Point every present slot at its place in the buffer."""
+        assert self.buffer is not None
+        shift = 64 if sabotaged("slot.offset") and self.layout.nbytes > 128 else 0
+        for index, storage in self.present():
+            slot = self.layout.slots[index]
+            if slot.nbytes == 0:
+                continue
+            if storage.nbytes() != 0:
+                raise InternalError(f"{self.label}: {slot.name} is fetched over live memory")
+            offset = max(0, min(slot.offset_bytes + shift, self.layout.nbytes - slot.nbytes))
+            storage._swap_data_ptr_(self.buffer.storage(offset, slot.nbytes))  # type: ignore[attr-defined]
+
+    def clear_slot(self, index: int) -> None:
+        """Take the memory from one slot's storage."""
+        storage = self.storages[index]
+        if storage is not None and storage.nbytes() != 0:
+            storage._swap_data_ptr_(torch.UntypedStorage(0))  # type: ignore[attr-defined]
+        reservation = self.own_memory.pop(index, None)
+        if reservation is not None:
+            reservation.release()
+
+    def clear(self) -> None:
+        """Take the memory from every slot and give the buffer back."""
+        for index in range(len(self.storages)):
+            self.clear_slot(index)
+        if self.buffer is not None:
+            if not self.raw_holds:  # else the memory lives as long as what points at it
+                self.buffer.release()
+            self.buffer = None
+        self.is_resident = False
+
+    def pieces(self) -> list[tuple[int, memoryview]]:
+        """The resident bytes as (offset, bytes), for a write."""
+        if self.buffer is not None and not self.own_memory:
+            return [(0, self.buffer.memory[: self.layout.nbytes])]
+        return [
+            (self.layout.slots[index].offset_bytes, memory_of(storage))
+            for index, storage in self.present()
+            if storage.nbytes() != 0
+        ]

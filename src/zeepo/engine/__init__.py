@@ -1,0 +1,1 @@
+"""The engine: what happens in one training step."""

@@ -1,0 +1,143 @@
+"""Before a session: what is refused, how it is planned, and which tensors already alias parameters."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from zeepo.config import Options
+from zeepo.engine.regions import largest_region_bytes
+from zeepo.engine.tuning import tuning
+from zeepo.errors import UnsupportedError
+from zeepo.optim.catalogue import grain_of, num_states_of
+from zeepo.planner.machine import available_ram_bytes
+from zeepo.planner.plan import Plan, UnitPlan
+from zeepo.planner.units import Unit
+
+STAGING_BYTES = 8 << 20
+"""What the disk tier takes for its threads."""
+
+
+def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Raise for what cannot be managed, before anything is touched."""
+    for optimizer in optimizers:
+        grain_of(optimizer)
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedError(
+                    f"{name or 'the model'} is a TorchScript module: its code runs outside Python, "
+                    "where zeepo cannot bring parameters in. Use the module it was made from, or "
+                    "torch.compile."
+                )
+            if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+                raise UnsupportedError(
+                    f"{name or 'the model'} is wrapped in {type(module).__name__}. Give zeepo the "
+                    "module inside (.module)."
+                )
+        ranges: dict[int, list[tuple[int, int, str]]] = {}
+        for name, p in model.named_parameters():
+            _refuse_parameter(name, p)
+            low = p.data_ptr()
+            span = (low, low + p.numel() * p.element_size(), name)
+            ranges.setdefault(p.untyped_storage()._cdata, []).append(span)
+        _refuse_overlap(ranges.values())
+
+
+def _refuse_parameter(name: str, p: nn.Parameter) -> None:
+    if isinstance(p, UninitializedParameter):
+        raise UnsupportedError(
+            f"{name} has no shape yet (a lazy module). Run one forward before zeepo.init."
+        )
+    if type(p) is not nn.Parameter:
+        raise UnsupportedError(
+            f"{name} is a {type(p).__name__}, not an nn.Parameter: zeepo manages ordinary "
+            "parameters only."
+        )
+    if p.device.type != "cpu" or p.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{name} is on {p.device} with layout {p.layout}: this version manages dense parameters "
+            "on the CPU."
+        )
+
+
+def _refuse_overlap(ranges: Iterable[list[tuple[int, int, str]]]) -> None:
+    for spans in ranges:
+        spans.sort()
+        for (_, high, first), (low, top, second) in zip(spans, spans[1:], strict=False):
+            if low < high and top > low:
+                raise UnsupportedError(
+                    f"{first} and {second} are different parameters in the same memory. Tie them by "
+                    "using one nn.Parameter in both places."
+                )
+
+
+def split_by_trainable(unit: Unit) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
+    """A unit's chunks: what trains and what is frozen do not share one."""
+    trainable = [(n, p) for n, p in unit.parameters if p.requires_grad]
+    frozen = [(n, p) for n, p in unit.parameters if not p.requires_grad]
+    chunks = []
+    if trainable:
+        chunks.append((unit.name, trainable))
+    if frozen:
+        chunks.append((unit.name + " (frozen)" if trainable else unit.name, frozen))
+    return chunks
+
+
+def find_aliases(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Parameter]]:
+    """Ordinary tensors that share a parameter's storage (a state_dict taken before init, ...).
+
+    They have to become managed too: an unmanaged one would look at memory that is gone.
+    """
+    owners: dict[int, nn.Parameter] = {}
+    for p in parameters:
+        storage = p.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > 2:
+            owners[storage._cdata] = p
+    if not owners:
+        return []
+    found = []
+    for obj in gc.get_objects():
+        if type(obj) is Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
+            owner = owners.get(obj.untyped_storage()._cdata)
+            if owner is not None:
+                found.append((obj, owner))
+    return found
+
+
+def plan_session(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    units: Sequence[Unit],
+    options: Options,
+) -> Plan:
+    """Where everything rests, and the bill."""
+    default = "disk" if options.disk else "ram"
+    wanted = {
+        "params": options.params,
+        "grads": options.grads,
+        "optimizer_state": options.optimizer_state,
+    }
+    placement = {kind: default if where == "auto" else where for kind, where in wanted.items()}
+    unit_plans = tuple(
+        UnitPlan(
+            unit.name,
+            unit.nbytes,
+            sum(p.numel() * p.element_size() for _, p in unit.parameters if p.requires_grad),
+        )
+        for unit in units
+    )
+    return Plan(
+        units=unit_plans,
+        num_states=max((num_states_of(o) for o in optimizers), default=0),
+        placement=placement,
+        ram=available_ram_bytes() if options.ram is None else options.ram,
+        staging_bytes=STAGING_BYTES,
+        piece_bytes=tuning().piece_bytes,
+        region_bytes=max((largest_region_bytes(model) for model in models), default=0),
+    )

@@ -1,0 +1,47 @@
+"""`zeepo.init` and the functions that act on the open session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeepo.config import resolve_options
+from zeepo.engine.session import Session, models_and_optimizers
+from zeepo.errors import ConfigError, SessionError
+
+_session: Session | None = None
+
+
+def init(
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    config: str | Path | None = None,
+    **options: Any,
+) -> Session:
+    """Put a model and its optimizer under management. The options are described in zeepo.config."""
+    global _session
+    resolved = resolve_options(options, config_path=config)
+    if _session is not None and not _session.is_closed:
+        raise SessionError("zeepo.init: a session is open already. Close it first: zeepo.close().")
+    models, optimizers = models_and_optimizers(model, optimizer)
+    if not models:
+        raise ConfigError("zeepo.init needs a model")
+    _session = Session(models, optimizers, resolved)
+    return _session
+
+
+def current_session() -> Session | None:
+    """The open session, or None."""
+    return _session if _session is not None and not _session.is_closed else None
+
+
+def close() -> None:
+    """Close the open session; harmless when there is none."""
+    session = current_session()
+    if session is not None:
+        session.close()

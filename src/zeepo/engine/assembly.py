@@ -1,0 +1,84 @@
+"""A whole tensor made of pieces that live in chunks of their own.
+
+The optimizer state of a large parameter is kept in pieces, so that an update needs one piece at a time.
+When the user reads such a state, the whole is assembled: a chunk whose lower "tier" is the pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from zeepo.chunks.store import Chunk, ChunkStore
+from zeepo.memory.tier import Describe, Extent
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a run of the whole's bytes lies."""
+
+    chunk: Chunk
+    index: int
+    offset_bytes: int
+    nbytes: int
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class PartsTier:
+    """Reads from and writes to the parts of one tensor; no memory of its own."""
+
+    name = "parts"
+    used_bytes = 0
+    peak_bytes = 0
+    bytes_read = 0
+    bytes_written = 0
+
+    def __init__(self, store: ChunkStore, parts: Sequence[Part]):
+        self._store = store
+        self._parts = parts
+
+    def allocate(self, label: str, nbytes: int, describe: Describe | None = None) -> Extent:
+        return Extent(label, nbytes, describe)
+
+    def read(self, extent: Extent, target: memoryview) -> Future[None]:
+        for part in self._parts:
+            self._copy(part, target, to_part=False)
+        return _done()
+
+    def write(self, extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> Future[None]:
+        extent.num_writes += 1
+        for _, source in pieces:
+            for part in self._parts:
+                self._copy(part, source, to_part=True)
+        return _done()
+
+    def free(self, extent: Extent) -> None:
+        extent.is_freed = True
+
+    def close(self) -> None:
+        return None
+
+    def _copy(self, part: Part, whole: memoryview, *, to_part: bool) -> None:
+        self._store.lease([part.chunk])
+        try:
+            storage = part.chunk.storages[part.index]
+            assert storage is not None
+            at = _address(whole) + part.offset_bytes
+            here = storage.data_ptr()
+            target, source = (here, at) if to_part else (at, here)
+            ctypes.memmove(target, source, part.nbytes)
+            if to_part:
+                self._store.mark_changed(part.chunk)
+        finally:
+            self._store.release([part.chunk])
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

@@ -1,0 +1,127 @@
+"""Leases for autograd's kernels.
+
+[Note: backward]
+A backward node computes with tensors it saved in forward, weights among them, and it does so in C++
+where nothing intercepts. So after each function that touched something managed we walk the nodes it
+created and put a pre-hook and a hook on those that saved a managed storage: the chunk is leased just
+before the node runs and released just after. Nodes that do not need the values (embedding, bias) cost
+nothing. Where another mechanism has packed what a node saved (activation checkpointing), we cannot see
+what it is and lease all the function touched.
+
+If a node raises, its hook never runs; such leases are given back at the next function outside backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeepo.chunks.store import Chunk, ChunkStore
+from zeepo.sabotage import sabotaged
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_saved_attributes: dict[type, tuple[str, ...]] = {}
+
+
+class NodeLeases:
+    """The leases held for backward nodes that are running."""
+
+    def __init__(self, store: ChunkStore):
+        self._store = store
+        self._held: list[_NodeLease] = []
+
+    def attach(self, node: Any, chunks: Sequence[Chunk]) -> None:
+        lease = _NodeLease(self, tuple(chunks))
+        node.register_prehook(lease.before)
+        node.register_hook(lease.after)
+
+    def enter(self, lease: _NodeLease) -> None:
+        self._store.lease(lease.chunks)
+        self._held.append(lease)
+        if sabotaged("backward.lease"):
+            for chunk in lease.chunks:
+                for _, storage in chunk.present():
+                    storage.fill_(0)
+
+    def leave(self, lease: _NodeLease) -> None:
+        if lease in self._held:
+            self._held.remove(lease)
+            self._store.release(lease.chunks)
+
+    def forget_all(self) -> None:
+        """The store has taken every lease back."""
+        self._held.clear()
+
+    def give_back_stale(self) -> None:
+        """Outside backward no node is running: what is still held was left by an exception."""
+        if self._held and torch._C._current_graph_task_id() == -1:
+            for lease in self._held:
+                self._store.release(lease.chunks)
+            self._held.clear()
+
+
+class _NodeLease:
+    def __init__(self, leases: NodeLeases, chunks: tuple[Chunk, ...]):
+        self.leases = leases
+        self.chunks = chunks
+
+    def before(self, grads: Any) -> None:
+        self.leases.enter(self)
+
+    def after(self, *grads: Any) -> None:
+        self.leases.leave(self)
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """The tensors in a function's result or arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def new_nodes(tensors: Iterable[Tensor], first_sequence: int) -> list[Any]:
+    """The backward nodes behind `tensors` that were created since `first_sequence`."""
+    found: list[Any] = []
+    seen: set[Any] = set()
+    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen or node.name() == _ACCUMULATE or node._sequence_nr() < first_sequence:
+            continue
+        seen.add(node)
+        found.append(node)
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return found
+
+
+def chunks_saved_by(
+    node: Any, by_storage: Mapping[int, Chunk], touched: Sequence[Chunk]
+) -> list[Chunk]:
+    """The chunks whose bytes a node will read in backward."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return list(touched)
+    names = _saved_attributes.get(type(node))
+    if names is None:
+        names = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+        _saved_attributes[type(node)] = names
+    found: dict[int, Chunk] = {}
+    for name in names:
+        saved = getattr(node, name)
+        for item in saved if isinstance(saved, (list, tuple)) else (saved,):
+            data = getattr(item, "data", None)
+            if isinstance(data, Tensor):
+                if data.layout is torch.strided:
+                    chunk = by_storage.get(data.untyped_storage()._cdata)
+                    if chunk is not None:
+                        found[chunk.key] = chunk
+            elif data is not None:
+                return list(touched)
+    return list(found.values())

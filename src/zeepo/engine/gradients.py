@@ -1,0 +1,158 @@
+"""Gradients: from autograd into their slots, and back to whoever reads `p.grad`.
+
+Autograd leaves each new gradient on the parameter. `absorb` takes it from there: the first contribution
+is adopted as it is (no copy), a later one is added in place, the very operation autograd would have done.
+Between backward passes autograd's own field is empty, and `p.grad` is answered from the slot.
+
+Left on the parameter, as torch keeps them: sparse gradients, and those of `backward(create_graph=True)`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zeepo.chunks.store import Chunk, ChunkStore
+from zeepo.engine.managed import (
+    Home,
+    Manager,
+    home_of,
+    mark_managed,
+    mark_ordinary,
+    plain_torch,
+    read_autograd_grad,
+    storage_of,
+    write_autograd_grad,
+)
+from zeepo.sabotage import sabotaged
+
+
+def is_exclusive(tensor: Tensor) -> bool:
+    """The tensor fills a storage that no other tensor uses, so the store may take it over."""
+    storage = tensor.untyped_storage()
+    return (
+        type(tensor) is Tensor
+        and tensor.storage_offset() == 0
+        and storage.nbytes() == tensor.numel() * tensor.element_size()
+        and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        and torch._C._storage_Use_Count(storage._cdata) == 2
+        and storage.device.type == "cpu"
+        and not storage.is_shared()
+    )
+
+
+class Gradients:
+    """Gradient slots of the managed parameters."""
+
+    def __init__(self, manager: Manager, store: ChunkStore, chunk_for: Callable[[Home], Chunk]):
+        self._manager = manager
+        self._store = store
+        self._chunk_for = chunk_for
+        """The GRAD chunk that goes with a parameter's PARAM chunk; same slots."""
+
+    def absorb(self, home: Home) -> None:
+        """Move what autograd left on the parameter into its slot."""
+        parameter = home.parameter
+        assert parameter is not None
+        new = read_autograd_grad(parameter)
+        if new is None:
+            return
+        with torch.no_grad(), plain_torch():
+            if new.layout is not torch.strided or new.dtype != parameter.dtype:
+                return
+            if new.requires_grad:
+                self._keep_differentiable(home, new)
+                return
+            write_autograd_grad(parameter, None)
+            if home.grad is None or sabotaged("grad.overwrite"):
+                self.drop(home)
+                self._adopt(home, new)
+            else:
+                self._add(home, new)
+
+    def _add(self, home: Home, new: Tensor) -> None:
+        grad_home = home_of(home.grad)
+        assert grad_home is not None
+        if sabotaged("grad.drop"):
+            return
+        self._store.lease([grad_home.chunk])
+        try:
+            grad_home.plain.add_(new)
+            self._store.mark_changed(grad_home.chunk)
+        finally:
+            self._store.release([grad_home.chunk])
+
+    def _adopt(self, home: Home, new: Tensor) -> None:
+        if not is_exclusive(new):
+            new = new.clone(memory_format=torch.preserve_format)
+            if not is_exclusive(new):
+                new = new.contiguous().clone()
+        chunk = self._chunk_for(home)
+        self._store.adopt(chunk, home.index, new.untyped_storage())
+        grad_home = Home(self._manager, chunk, home.index, home.name + ".grad", new.detach())
+        mark_managed(new, grad_home)
+        home.grad = new
+
+    def _keep_differentiable(self, home: Home, new: Tensor) -> None:
+        """`backward(create_graph=True)`: the sum carries a graph, so it stays with autograd."""
+        grad_home = home_of(home.grad)
+        if grad_home is None:
+            return
+        assert home.parameter is not None
+        self._store.lease([grad_home.chunk])
+        try:
+            with torch.enable_grad():
+                total = grad_home.plain + new
+        finally:
+            self._store.release([grad_home.chunk])
+        self.drop(home)
+        write_autograd_grad(home.parameter, total)
+
+    def read(self, home: Home) -> Tensor | None:
+        """What `p.grad` is."""
+        assert home.parameter is not None
+        self.absorb(home)
+        if home.grad is not None:
+            return home.grad
+        return read_autograd_grad(home.parameter)
+
+    def write(self, home: Home, value: Tensor | None) -> None:
+        """`p.grad = value`."""
+        assert home.parameter is not None
+        if value is not None and value is home.grad:
+            return
+        if value is not None and home_of(value) is not None:
+            value = value.detach().clone(memory_format=torch.preserve_format)
+        if value is None and sabotaged("zero.keep"):
+            return
+        write_autograd_grad(home.parameter, value)
+        self.drop(home)
+        self.absorb(home)
+
+    def drop(self, home: Home) -> None:
+        """Forget a gradient; one that the user still holds becomes an ordinary tensor."""
+        grad, home.grad = home.grad, None
+        if grad is not None:
+            forget(self._store, grad)
+
+
+def forget(store: ChunkStore, tensor: Tensor) -> None:
+    """Empty a managed tensor's slot; if the user still holds the tensor it becomes ordinary.
+
+    The caller's variable is expected to be the last reference but the user's own.
+    """
+    home = home_of(tensor)
+    if home is None:
+        return
+    storage = storage_of(tensor)
+    # References: the caller's, ours and getrefcount's; storage users: tensor, plain, storage object.
+    is_held = sys.getrefcount(tensor) > 3 or torch._C._storage_Use_Count(storage._cdata) > 3
+    if is_held:
+        store.free_from_store(home.chunk, home.index)
+        mark_ordinary(tensor)
+    else:
+        store.drop(home.chunk, home.index)
+    home.manager = None

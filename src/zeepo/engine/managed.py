@@ -1,0 +1,313 @@
+"""Tensors whose bytes may be elsewhere: what the user holds while a session is open.
+
+[Note: managed tensors]
+`init` does not replace the user's parameters, it changes their class (`p.__class__`): the same objects,
+in the module, in the optimizer and in any list collected before, now pass every torch function that
+touches them through `__torch_function__`. There the chunk is leased for the length of the call. Gradients
+and optimizer states are managed tensors too, and so is every view of one, because a view shares the
+storage ([Note: storages] in chunks/chunk.py). What only looks at metadata (shape, dtype, hooks) is passed
+on without a lease. What would hand out the raw address keeps the chunk leased as long as it could be used.
+
+The kernels of autograd do not call Python; `backward.py` leases for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zeepo.chunks.chunk import Chunk
+from zeepo.errors import UnsupportedError
+
+Function = Callable[..., Any]
+plain_torch = torch._C.DisableTorchFunctionSubclass
+
+
+class Manager(Protocol):
+    """What managed tensors need of the engine."""
+
+    def run(self, func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any: ...
+    def lease_for_life_of(self, home: Home, obj: object) -> None: ...
+    def lease_until_step(self, home: Home) -> None: ...
+    def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None: ...
+    def read_grad(self, home: Home) -> Tensor | None: ...
+    def write_grad(self, home: Home, value: Tensor | None) -> None: ...
+
+
+class Home:
+    """Where a managed tensor's bytes belong: a slot of a chunk of a manager."""
+
+    __slots__ = ("__weakref__", "chunk", "grad", "index", "manager", "name", "parameter", "plain")
+
+    def __init__(self, manager: Manager, chunk: Chunk, index: int, name: str, plain: Tensor):
+        self.manager: Manager | None = manager
+        """None once the session is closed or the tensor left it: then it is an ordinary tensor."""
+        self.chunk = chunk
+        self.index = index
+        self.name = name
+        self.plain = plain
+        """An ordinary tensor over the same storage, for use under a lease."""
+        self.parameter: nn.Parameter | None = None
+        self.grad: Tensor | None = None
+        """The managed gradient (parameters only)."""
+
+
+def home_of(value: object) -> Home | None:
+    """The home of a managed tensor; None for anything else, or when its session is over."""
+    if isinstance(value, (ManagedTensor, ManagedParameter)):
+        home: Home | None = value.__dict__.get("_zeepo_home")
+        if home is not None and home.manager is not None:
+            return home
+    return None
+
+
+def find_managed(values: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
+    """All managed tensors among arguments, also inside lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if home_of(value) is not None:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            find_managed(value, found)
+        elif isinstance(value, dict):
+            find_managed(value.values(), found)
+    return found
+
+
+def _dispatch(func: Function, args: Any, kwargs: Any) -> Any:
+    if func in METADATA:
+        with plain_torch():
+            return func(*args, **kwargs)
+    managed = find_managed(args, [])
+    if kwargs:
+        find_managed(kwargs.values(), managed)
+    if not managed:
+        with plain_torch():
+            return func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    if name.startswith(LISTWISE):
+        return _one_by_one(func, args, kwargs)
+    special = SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs, managed)
+    home = home_of(managed[0])
+    assert home is not None and home.manager is not None
+    return home.manager.run(func, args, kwargs, managed)
+
+
+LISTWISE = ("_foreach_", "_amp_foreach_", "_fused_")
+"""Functions over lists of tensors that treat each index by itself."""
+
+
+def _one_by_one(func: Function, args: Any, kwargs: Any) -> Any:
+    """Run a listwise function index by index, so that only one tensor is leased at a time.
+
+    On CPU these functions loop over the list themselves: the results are the same bits.
+    """
+    length = len(args[0])
+
+    def pick(value: Any, index: int) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) == length:
+            return [value[index]]
+        return value
+
+    outputs: list[Any] = []
+    for index in range(length):
+        row_args = [pick(value, index) for value in args]
+        row_kwargs = {key: pick(value, index) for key, value in kwargs.items()}
+        managed = find_managed(row_args, [])
+        find_managed(row_kwargs.values(), managed)
+        home = home_of(managed[0]) if managed else None
+        if home is None or home.manager is None:
+            with plain_torch():
+                out = func(*row_args, **row_kwargs)
+        else:
+            out = home.manager.run(func, row_args, row_kwargs, managed)
+        if out is not None:
+            outputs.extend(out)
+    return outputs or None
+
+
+class _Intercepting:
+    """The part that managed parameters and other managed tensors share."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An ordinary tensor with the current values."""
+        if id(self) in memo:
+            return memo[id(self)]
+        copy = ordinary_copy(self)  # type: ignore[arg-type]
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as an ordinary tensor, so that plain PyTorch can load it."""
+        return ordinary_copy(self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        copy = ordinary_copy(self)  # type: ignore[arg-type]
+        return copy.__repr__(tensor_contents=tensor_contents) if tensor_contents else repr(copy)
+
+
+class ManagedTensor(_Intercepting, Tensor):
+    """A gradient, an optimizer state, or a view of something managed."""
+
+
+class ManagedParameter(_Intercepting, nn.Parameter):
+    """A parameter of the user's, while a session is open."""
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        home = home_of(self)
+        if home is None or home.manager is None:
+            return read_autograd_grad(self)
+        return home.manager.read_grad(home)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        home = home_of(self)
+        if home is None or home.manager is None:
+            write_autograd_grad(self, value)
+        else:
+            home.manager.write_grad(home, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def read_autograd_grad(tensor: Tensor) -> Tensor | None:
+    """The gradient that autograd itself keeps for a tensor."""
+    with plain_torch():
+        return Tensor.grad.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+
+
+def write_autograd_grad(tensor: Tensor, value: Tensor | None) -> None:
+    with plain_torch():
+        Tensor.grad.__set__(tensor, value)  # type: ignore[attr-defined]
+
+
+def ordinary_copy(tensor: Tensor) -> Tensor:
+    """An ordinary tensor (or parameter) with a copy of the values."""
+    with torch.no_grad():
+        copy = tensor.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage object, without a lease."""
+    with plain_torch():
+        return tensor.untyped_storage()
+
+
+def mark_managed(tensor: Tensor, home: Home) -> None:
+    """Turn an ordinary tensor into a managed one, the same object."""
+    tensor.__class__ = ManagedParameter if isinstance(tensor, nn.Parameter) else ManagedTensor
+    tensor.__dict__["_zeepo_home"] = home
+
+
+def mark_ordinary(tensor: Tensor) -> None:
+    tensor.__dict__.pop("_zeepo_home", None)
+    if type(tensor) is ManagedParameter:
+        tensor.__class__ = nn.Parameter
+    elif type(tensor) is ManagedTensor:
+        tensor.__class__ = Tensor
+
+
+# -- functions with a meaning of their own ---------------------------------------------------------
+
+
+def _raw_object(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
+    """The result aliases the bytes outside torch: leased as long as it lives."""
+    home = home_of(managed[0])
+    assert home is not None and home.manager is not None
+    result = home.manager.run(func, args, kwargs, managed)
+    if result is NotImplemented:
+        return result
+    home.manager.lease_for_life_of(home, result)
+    return result
+
+
+def _raw_address(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
+    """An address or a storage cannot be followed: leased until the next optimizer step."""
+    home = home_of(managed[0])
+    assert home is not None and home.manager is not None
+    home.manager.lease_until_step(home)
+    return home.manager.run(func, args, kwargs, managed)
+
+
+def _set_data(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
+    target, value = args
+    home = home_of(target)
+    if home is None or home.manager is None:  # an ordinary tensor is given managed values
+        with plain_torch():
+            return func(target, ordinary_copy(value))
+    home.manager.replace_data(home, target, value)
+    return None
+
+
+def _refuse(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
+    home = home_of(managed[0])
+    assert home is not None
+    raise UnsupportedError(
+        f"{getattr(func, '__name__', func)} on {home.name}: its memory belongs to zeepo while the "
+        "session is open. Do it before zeepo.init or after session.close(), or work on a clone()."
+    )
+
+
+def _getters(*names: str) -> set[Function]:
+    return {
+        getattr(Tensor, name).__get__
+        for name in names
+        if hasattr(getattr(Tensor, name, None), "__get__")
+    }
+
+
+METADATA: set[Function] = _getters(
+    *"shape dtype device layout requires_grad is_leaf grad_fn ndim names output_nr _version itemsize".split(),
+    *"nbytes is_cpu is_cuda is_sparse is_mps is_meta is_quantized is_mkldnn is_nested is_xla".split(),
+    *"_backward_hooks retains_grad _post_accumulate_grad_hooks _base name volatile".split(),
+)
+METADATA |= {
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
+    Tensor._post_accumulate_grad_hooks.__set__,  # type: ignore[attr-defined]
+}
+METADATA |= {
+    getattr(Tensor, name)
+    for name in (
+        "size stride dim numel nelement element_size is_contiguous is_floating_point is_complex "
+        "is_conj is_neg is_signed is_inference storage_offset get_device is_same_size __len__ "
+        "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad has_names "
+        "dim_order new_empty new_zeros new_ones new_full new_empty_strided is_shared is_pinned "
+        "sparse_dim dense_dim _is_view is_coalesced ndimension"
+    ).split()
+    if hasattr(Tensor, name)
+}
+METADATA |= {
+    getattr(torch, name)
+    for name in (
+        "is_floating_point is_complex numel is_same_size result_type zeros_like ones_like empty_like "
+        "full_like rand_like randn_like randint_like is_signed is_conj is_neg is_inference get_device"
+    ).split()
+    if hasattr(torch, name)
+}
+
+SPECIAL: dict[Function, Callable[..., Any]] = {Tensor.data.__set__: _set_data}  # type: ignore[attr-defined]
+for _name in "numpy __array__".split():
+    SPECIAL[getattr(Tensor, _name)] = _raw_object
+for _name in "data_ptr const_data_ptr untyped_storage storage _typed_storage __dlpack__".split():
+    if hasattr(Tensor, _name):
+        SPECIAL[getattr(Tensor, _name)] = _raw_address
+for _name in "set_ resize_ resize_as_ share_memory_ __setstate__".split():
+    SPECIAL[getattr(Tensor, _name)] = _refuse

@@ -1,0 +1,289 @@
+"""The manager: runs functions on managed tensors and knows every parameter's chunks.
+
+It answers what `managed.py` asks: run this with its chunks leased, hand out the gradient, replace the
+data. It owns the store and the table of storages; it knows nothing of optimizers or sessions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeepo.chunks.layout import Layout, pack
+from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.engine.backward import NodeLeases, chunks_saved_by, new_nodes, tensors_in
+from zeepo.engine.gradients import Gradients
+from zeepo.engine.managed import (
+    Function,
+    Home,
+    ManagedTensor,
+    home_of,
+    mark_managed,
+    mark_ordinary,
+    plain_torch,
+    storage_of,
+    write_autograd_grad,
+)
+from zeepo.errors import UnsupportedError
+from zeepo.memory.tier import Tier
+from zeepo.sabotage import sabotaged
+
+
+class Manager:
+    """Managed tensors of one session."""
+
+    def __init__(self, store: ChunkStore, homes_of_kind: dict[Kind, Tier | None]):
+        self.store = store
+        self.home_tier = homes_of_kind
+        self.homes: dict[int, Home] = {}
+        """id(parameter) -> its home; parameters live as long as the session."""
+        self.by_storage: dict[int, Chunk] = {}
+        """Address of a storage -> the chunk its bytes belong to."""
+        self.grad_chunks: dict[int, Chunk] = {}
+        """PARAM chunk key -> its GRAD chunk."""
+        self.gradients = Gradients(self, store, self.grad_chunk)
+        self.node_leases = NodeLeases(store)
+        self._until_step: list[Chunk] = []
+        self._hook_handles: list[Any] = []
+        self._hooked: set[int] = set()
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def adopt_chunk(self, label: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> Chunk:
+        """Make one PARAM chunk of the given parameters, which keep the memory they have."""
+        sizes = [(name, p.numel() * p.element_size()) for name, p in parameters]
+        layout = pack(sizes)
+        chunk = self.store.create(Kind.PARAM, label, layout, self.home_tier[Kind.PARAM])
+        for index, (name, parameter) in enumerate(parameters):
+            self._adopt_parameter(chunk, index, name, parameter)
+        return chunk
+
+    def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> None:
+        if not _fills_its_storage(p):
+            p.data = p.data.clone(memory_format=torch.preserve_format)
+        storage = p.untyped_storage()
+        self.store.adopt(chunk, index, storage)
+        home = Home(self, chunk, index, name, p.detach())
+        home.parameter = p
+        self.homes[id(p)] = home
+        self.by_storage[storage._cdata] = chunk
+        mark_managed(p, home)
+        self.gradients.absorb(home)
+        self._watch_gradient(home)
+
+    def adopt_aliases(self, aliases: Sequence[tuple[Tensor, nn.Parameter]]) -> None:
+        """Tensors made before init that share a parameter's storage."""
+        for tensor, parameter in aliases:
+            home = self.homes[id(parameter)]
+            if tensor is home.plain:
+                continue
+            storage = home.chunk.storages[home.index]
+            if storage is not None and storage._cdata == storage_of(tensor)._cdata:
+                mark_managed(tensor, home)
+
+    def home(self, parameter: Tensor) -> Home | None:
+        return self.homes.get(id(parameter))
+
+    def grad_chunk(self, home: Home) -> Chunk:
+        """The GRAD chunk with the same slots as a parameter's PARAM chunk."""
+        chunk = self.grad_chunks.get(home.chunk.key)
+        if chunk is None:
+            chunk = self.store.create(
+                Kind.GRAD, home.chunk.label + ".grad", home.chunk.layout, self.home_tier[Kind.GRAD]
+            )
+            self.grad_chunks[home.chunk.key] = chunk
+        return chunk
+
+    def new_state_chunk(self, label: str, layout: Layout) -> Chunk:
+        return self.store.create(Kind.STATE, label, layout, self.home_tier[Kind.STATE])
+
+    def _watch_gradient(self, home: Home) -> None:
+        """See to it that each gradient is taken over as soon as autograd has made it."""
+        p = home.parameter
+        assert p is not None
+        if not p.requires_grad or id(p) in self._hooked:
+            return
+        self._hooked.add(id(p))
+        reference = weakref.ref(home)
+
+        def take_over(_: Tensor) -> None:
+            target = reference()
+            if target is not None and target.manager is not None:
+                self.gradients.absorb(target)
+
+        with plain_torch():
+            self._hook_handles.append(p.register_post_accumulate_grad_hook(take_over))
+
+    # -- running functions ------------------------------------------------------------------------
+
+    def run(self, func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
+        """Call `func` with the chunks of its managed arguments leased."""
+        self.node_leases.give_back_stale()
+        homes = [home for home in map(home_of, managed) if home is not None]
+        chunks = list({home.chunk.key: home.chunk for home in homes}.values())
+        with plain_torch():
+            self.store.lease(chunks)
+            try:
+                versions = [_version(t) for t in managed]
+                first_node = torch._C._autograd._get_sequence_nr()
+                result = func(*args, **kwargs)
+                self._note_changes(func, managed, homes, versions)
+                self.finish(result, (args, kwargs), homes, chunks, first_node)
+            finally:
+                self.store.release(chunks)
+        return result
+
+    def finish(
+        self, result: Any, inputs: Any, homes: list[Home], chunks: list[Chunk], first_node: int
+    ) -> None:
+        """After a function: views become managed, backward nodes get their leases."""
+        outputs = list(tensors_in(result))
+        for out in outputs:
+            if type(out) is Tensor and out.layout is torch.strided:
+                self._manage_alias(out, homes)
+        if not torch.is_grad_enabled():
+            return
+        for home in homes:
+            if home.parameter is not None:
+                self._watch_gradient(home)
+        for node in new_nodes([*outputs, *tensors_in(inputs)], first_node):
+            saved = chunks_saved_by(node, self.by_storage, chunks)
+            if saved:
+                self.node_leases.attach(node, saved)
+
+    def _manage_alias(self, out: Tensor, homes: list[Home]) -> None:
+        address = out.untyped_storage()._cdata
+        for home in homes:
+            storage = home.chunk.storages[home.index]
+            if storage is not None and storage._cdata == address:
+                out.__class__ = ManagedTensor
+                out.__dict__["_zeepo_home"] = home
+                return
+
+    def _note_changes(
+        self, func: Function, managed: list[Tensor], homes: list[Home], versions: list[int]
+    ) -> None:
+        if sabotaged("dirty.mark"):
+            return
+        in_place = getattr(func, "__name__", "").endswith("_")
+        for tensor, home, before in zip(managed, homes, versions, strict=True):
+            if _version(tensor) != before or (in_place and tensor.is_inference()):
+                self.store.mark_changed(home.chunk)
+
+    # -- what managed tensors ask -----------------------------------------------------------------
+
+    def read_grad(self, home: Home) -> Tensor | None:
+        return self.gradients.read(home)
+
+    def write_grad(self, home: Home, value: Tensor | None) -> None:
+        self.gradients.write(home, value)
+
+    def lease_for_life_of(self, home: Home, obj: object) -> None:
+        """Keep a chunk resident while `obj` lives; it may be written through `obj`."""
+        self.store.lease([home.chunk])
+        home.chunk.raw_holds += 1
+        weakref.finalize(obj, self._end_raw_lease, home.chunk)
+
+    def _end_raw_lease(self, chunk: Chunk) -> None:
+        chunk.raw_holds -= 1
+        if chunk.leases > 0:
+            self.store.mark_changed(chunk)
+            self.store.release([chunk])
+
+    def lease_until_step(self, home: Home) -> None:
+        """Keep a chunk resident until the next optimizer step; it may be written meanwhile."""
+        if not any(chunk is home.chunk for chunk in self._until_step):
+            self.store.lease([home.chunk])
+            home.chunk.raw_holds += 1
+            self._until_step.append(home.chunk)
+
+    def end_raw_leases(self) -> None:
+        for chunk in self._until_step:
+            self._end_raw_lease(chunk)
+        self._until_step.clear()
+
+    def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None:
+        """`tensor.data = value`: the values (and strides) of `value` go into the slot."""
+        with torch.no_grad():
+            value_home = home_of(value)
+            if value_home is not None:
+                if value_home.chunk is home.chunk and value_home.index == home.index:
+                    return
+                value = value.detach().clone(memory_format=torch.preserve_format)
+        if value.dtype != home.plain.dtype or value.numel() != home.plain.numel():
+            raise UnsupportedError(
+                f"{home.name}.data: replacing {tuple(home.plain.shape)} {home.plain.dtype} by "
+                f"{tuple(value.shape)} {value.dtype} would change its size. Change the model before "
+                "zeepo.init, or close the session first."
+            )
+        storage = home.chunk.storages[home.index]
+        assert storage is not None
+        self.store.lease([home.chunk])
+        try:
+            with torch.no_grad(), plain_torch():
+                stride = torch.empty_like(value).stride()
+                alias = torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, stride)
+                alias.copy_(value)
+                Tensor.data.__set__(tensor, alias)  # type: ignore[attr-defined]
+                if home.parameter is tensor or home_of(tensor) is home:
+                    home.plain = alias
+                self.store.mark_changed(home.chunk)
+        finally:
+            self.store.release([home.chunk])
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def give_back(self) -> None:
+        """Every managed tensor becomes ordinary again, with its current values."""
+        self.node_leases.give_back_stale()
+        self.end_raw_leases()
+        for handle in self._hook_handles:
+            handle.remove()
+        for home in self.homes.values():
+            p = home.parameter
+            assert p is not None
+            self.gradients.absorb(home)
+            grad, home.grad = home.grad, None
+            self.store.free_from_store(home.chunk, home.index)
+            home.manager = None
+            mark_ordinary(p)
+            if grad is not None:
+                self._give_back_grad(p, grad)
+        self.homes.clear()
+        self.by_storage.clear()
+
+    def abandon(self) -> None:
+        """After an error: nothing is fetched any more, what is still managed becomes unreachable."""
+        self.store.abandon()
+        for home in self.homes.values():
+            home.manager = None
+            if home.parameter is not None:
+                mark_ordinary(home.parameter)
+        self.homes.clear()
+
+    def _give_back_grad(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        grad_home = home_of(grad)
+        assert grad_home is not None
+        self.store.free_from_store(grad_home.chunk, grad_home.index)
+        grad_home.manager = None
+        mark_ordinary(grad)
+        write_autograd_grad(parameter, grad)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _fills_its_storage(p: Tensor) -> bool:
+    """The parameter fills its storage, though others (views, buffers of the user's) may share it."""
+    storage = storage_of(p)
+    return (
+        p.storage_offset() == 0
+        and storage.nbytes() == p.numel() * p.element_size()
+        and bool(torch.ops.aten.is_non_overlapping_and_dense(p))
+        and not storage.is_shared()
+    )

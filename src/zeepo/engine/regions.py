@@ -1,0 +1,164 @@
+"""Modules that must see ordinary parameters while they run.
+
+Two kinds of code look at a tensor's class and behave otherwise when it intercepts: `torch.compile`, and the
+fast paths of torch's transformer modules in evaluation. While such a module runs, all its parameters are
+leased and wear the ordinary class, and the backward nodes it made get their leases when it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeepo.chunks.store import Chunk
+from zeepo.engine.managed import Home, ManagedParameter, plain_torch
+from zeepo.engine.manager import Manager
+
+_FAST_PATHS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def largest_region_bytes(model: nn.Module) -> int:
+    """Parameter bytes of the largest module that has to be whole while it runs."""
+    sizes = [
+        sum(p.numel() * p.element_size() for p in module.parameters())
+        for module in model.modules()
+        if isinstance(module, _FAST_PATHS) or is_compiled(module)
+    ]
+    return max(sizes, default=0)
+
+
+class Region:
+    """Parameters that are leased and wear the ordinary class for a while."""
+
+    def __init__(self, manager: Manager, parameters: Iterable[nn.Parameter], *, lease: bool = True):
+        self._manager = manager
+        self._changed: list[nn.Parameter] = []
+        self._homes: list[Home] = []
+        for p in parameters:
+            if type(p) is ManagedParameter:
+                home = manager.home(p)
+                if home is not None:
+                    self._homes.append(home)
+                    self._changed.append(p)
+        chunks = {home.chunk.key: home.chunk for home in self._homes} if lease else {}
+        self._chunks: list[Chunk] = list(chunks.values())
+        manager.store.lease(self._chunks)
+        for p in self._changed:
+            p.__class__ = nn.Parameter
+        self._versions = [home.plain._version for home in self._homes]
+        self._first_node = torch._C._autograd._get_sequence_nr()
+
+    def leave(self, result: Any) -> None:
+        for p in self._changed:
+            p.__class__ = ManagedParameter
+        try:
+            if self._chunks:
+                with plain_torch():
+                    self._manager.finish(result, (), self._homes, self._chunks, self._first_node)
+        finally:
+            self._manager.store.release(self._chunks)
+
+
+class Regions:
+    """Region hooks of a session."""
+
+    def __init__(self, manager: Manager):
+        self._manager = manager
+        self._open: list[tuple[nn.Module, Region]] = []
+        self._undo: list[Any] = []
+
+    def install(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, (*_FAST_PATHS, nn.TransformerEncoder)):
+                    before = module.register_forward_pre_hook(self._before_fast_path)
+                    after = module.register_forward_hook(self._after, always_call=True)
+                    self._undo += [before.remove, after.remove]
+                if module._compiled_call_impl is not None:
+                    self._wrap_compiled(module)
+        self._patch_torch()
+
+    # -- torch's fast paths -------------------------------------------------------------------------
+
+    def _before_fast_path(self, module: nn.Module, args: Any) -> None:
+        if module.training or torch.compiler.is_compiling():
+            return
+        if isinstance(module, nn.TransformerEncoder):
+            first = module.layers[0] if len(module.layers) else module
+            parameters: Iterable[nn.Parameter] = first.parameters()
+        else:
+            parameters = module.parameters()
+        lease = not isinstance(module, nn.TransformerEncoder)
+        self._open.append((module, Region(self._manager, parameters, lease=lease)))
+
+    def _after(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._open and self._open[-1][0] is module:
+            self._open.pop()[1].leave(result)
+
+    # -- torch.compile ------------------------------------------------------------------------------
+
+    def _run_compiled(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        region = Region(self._manager, module.parameters())
+        result: Any = ()
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            region.leave(result)
+        return result
+
+    def _wrap_compiled(self, module: nn.Module) -> None:
+        compiled = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._run_compiled(module, compiled, args, kwargs)
+
+        module._compiled_call_impl = call
+
+        def undo() -> None:
+            module._compiled_call_impl = compiled
+
+        self._undo.append(undo)
+
+    def _patch_torch(self) -> None:
+        """Modules compiled before or after init, wherever they are kept."""
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        regions = self
+        original_call = OptimizedModule.__call__
+        original_compile = nn.Module.compile
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            def inner(*a: Any, **k: Any) -> Any:
+                return original_call(self, *a, **k)
+
+            return regions._run_compiled(self, inner, args, kwargs)
+
+        def compile_in_place(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original_compile(self, *args, **kwargs)
+            regions._wrap_compiled(self)
+
+        OptimizedModule.__call__ = call
+        nn.Module.compile = compile_in_place  # type: ignore[method-assign]
+
+        def undo() -> None:
+            OptimizedModule.__call__ = original_call
+            nn.Module.compile = original_compile  # type: ignore[method-assign]
+
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+

@@ -1,0 +1,252 @@
+"""A session: the user's model and optimizer under management, from `init` to `close`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.config import Options
+from zeepo.engine.adoption import (
+    find_aliases,
+    plan_session,
+    refuse_unmanageable,
+    split_by_trainable,
+)
+from zeepo.engine.intercept_step import StepInterception
+from zeepo.engine.manager import Manager
+from zeepo.engine.regions import Regions
+from zeepo.engine.stats import Stats, collect_stats
+from zeepo.engine.step import OptimizerStep
+from zeepo.engine.tuning import tuning
+from zeepo.errors import BudgetError, SessionError, UnsupportedError
+from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.ledger import Ledger
+from zeepo.memory.pool import BufferPool
+from zeepo.memory.tier import Tier
+from zeepo.planner.plan import Plan
+from zeepo.planner.units import Unit, find_units
+from zeepo.units import format_bytes
+
+
+class Session:
+    """Open from `zeepo.init` until `close`; a context manager."""
+
+    plan: Plan
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], options: Options
+    ):
+        self._models = list(models)
+        self._optimizers = list(optimizers)
+        self._closed = False
+        refuse_unmanageable(self._models, self._optimizers)
+        units = self._find_units()
+        self.plan = plan_session(self._models, self._optimizers, units, options)
+        if self.plan.ram < self.plan.minimum_ram:
+            raise BudgetError(
+                f"ram={format_bytes(self.plan.ram)} is {format_bytes(self.plan.minimum_ram - self.plan.ram)} "
+                f"too little: this session needs {format_bytes(self.plan.minimum_ram)} "
+                f"({self.plan.minimum_ram} bytes).\n{self.plan.explain()}"
+            )
+        self._ledger = Ledger("ram", self.plan.managed_bytes)
+        self._pool = BufferPool(self._ledger)
+        self._disk: DiskTier | None = None
+        if options.disk and "disk" in self.plan.placement.values():
+            self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
+        self._store = ChunkStore(self._pool, prefetch=tuning().prefetch)
+        self._manager = Manager(self._store, self._home_tiers())
+        self._num_late_units = 0
+        self._steps: list[OptimizerStep] = []
+        self._interceptions: list[StepInterception] = []
+        self._regions = Regions(self._manager)
+        try:
+            self._adopt_units(units)
+            for optimizer in self._optimizers:
+                self._take_optimizer(optimizer)
+            self._regions.install(self._models)
+        except BaseException:
+            self._tear_down()
+            raise
+
+    # -- setting up -------------------------------------------------------------------------------
+
+    def _find_units(self) -> list[Unit]:
+        taken: set[int] = set()
+        units: list[Unit] = []
+        for number, model in enumerate(self._models):
+            name = "" if len(self._models) == 1 else f"model{number}"
+            units.extend(find_units(name, model, taken))
+        loose = [
+            (f"optimizer{i}.group{j}.{k}", p)
+            for i, optimizer in enumerate(self._optimizers)
+            for j, group in enumerate(optimizer.param_groups)
+            for k, p in enumerate(group["params"])
+            if id(p) not in taken
+        ]
+        units.extend(Unit(name, ((name, p),)) for name, p in loose)
+        return units
+
+    def _home_tiers(self) -> dict[Kind, Tier | None]:
+        where = self.plan.placement
+        return {
+            Kind.PARAM: self._disk if where["params"] == "disk" else None,
+            Kind.GRAD: self._disk if where["grads"] == "disk" else None,
+            Kind.STATE: self._disk if where["optimizer_state"] == "disk" else None,
+        }
+
+    def _adopt_units(self, units: Sequence[Unit]) -> None:
+        aliases = find_aliases([p for unit in units for _, p in unit.parameters])
+        for unit in units:
+            for label, parameters in split_by_trainable(unit):
+                self._manager.adopt_chunk(label, parameters)
+        self._manager.adopt_aliases(aliases)
+
+    def _take_optimizer(self, optimizer: Optimizer) -> None:
+        label = f"optimizer{len(self._steps)}" if len(self._optimizers) > 1 else "optimizer"
+        step = OptimizerStep(
+            self._manager, optimizer, label, tuning().piece_bytes, self._adopt_late
+        )
+        step.take_in_states()
+        self._steps.append(step)
+        self._interceptions.append(StepInterception(step, self._after_step))
+
+    def _adopt_late(self, parameters: Sequence[Tensor]) -> None:
+        """Parameters that came after init, with add_param_group."""
+        for p in parameters:
+            if self._manager.home(p) is None:
+                if not isinstance(p, nn.Parameter) or type(p) is not nn.Parameter:
+                    raise UnsupportedError(
+                        f"an optimizer got a {type(p).__name__} of shape {tuple(p.shape)} after init: "
+                        "only nn.Parameter can be added while a session is open."
+                    )
+                name = f"late{self._num_late_units}"
+                self._num_late_units += 1
+                self._manager.adopt_chunk(name, [(name, p)])
+
+    def _after_step(self) -> None:
+        self._manager.end_raw_leases()
+        self._store.trace.end_step()
+
+    # -- what the user asks -----------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """What the session holds and has moved so far."""
+        self._check_open("stats")
+        return collect_stats(self._store, self._pool, self._disk)
+
+    @contextlib.contextmanager
+    def gathered(
+        self, target: nn.Module | Tensor | Sequence[Tensor]
+    ) -> Iterator[list[Tensor]]:
+        """Whole, resident values inside the block; what is changed in place is kept."""
+        self._check_open("gathered")
+        if isinstance(target, nn.Module):
+            parameters: list[Tensor] = list(target.parameters())
+        else:
+            parameters = [target] if isinstance(target, Tensor) else list(target)
+        chunks: dict[int, Chunk] = {}
+        for p in parameters:
+            home = self._manager.home(p)
+            if home is not None:
+                chunks[home.chunk.key] = home.chunk
+        self._store.lease(list(chunks.values()))
+        try:
+            yield parameters
+        finally:
+            self._store.release(list(chunks.values()))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """On one rank there is nothing to synchronise."""
+        self._check_open("no_sync")
+        yield
+
+    def resize(self, *, ram: Any) -> None:
+        raise self._later("resize")
+
+    def register(self, name: str, obj: Any) -> None:
+        raise self._later("register")
+
+    def save(self, path: str | Path) -> None:
+        raise self._later("save")
+
+    def load(self, path: str | Path) -> None:
+        raise self._later("load")
+
+    def export(self, path: str | Path) -> None:
+        raise self._later("export")
+
+    @staticmethod
+    def _later(name: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"session.{name} is not in this version. model.state_dict() and optimizer.state_dict() "
+            "hold the true values and can be saved with torch.save."
+        )
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise SessionError(f"session.{what}: the session is closed. Open another by zeepo.init.")
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Give everything back as ordinary tensors with their current values. Twice is harmless."""
+        if self._closed:
+            return
+        try:
+            for chunk in self._store.chunks():
+                chunk.leases = 0
+            self._ledger.limit_bytes = None
+            self._regions.remove()
+            self._manager.node_leases.forget_all()
+            for step in self._steps:
+                step.states.give_back()
+            self._manager.give_back()
+        finally:
+            self._tear_down()
+
+    def _tear_down(self) -> None:
+        self._closed = True
+        for interception in self._interceptions:
+            interception.remove()
+        self._regions.remove()
+        self._manager.abandon()
+        if self._disk is not None:
+            self._disk.close()
+        self._pool.trim()
+
+    def __enter__(self) -> Session:
+        self._check_open("__enter__")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def models_and_optimizers(
+    model: nn.Module | Sequence[nn.Module] | None, optimizer: Optimizer | Sequence[Optimizer] | None
+) -> tuple[list[nn.Module], list[Optimizer]]:
+    """One or several of each, as lists."""
+    models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
+    if optimizer is None:
+        return models, []
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return models, optimizers
+
+

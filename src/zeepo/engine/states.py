@@ -1,0 +1,220 @@
+"""Optimizer state in slots: one STATE chunk per piece of a PARAM chunk and state name.
+
+The user's `optimizer.state[p]` stays the truth about which states there are. Tensors of the parameter's
+size are taken into the store and stand there as managed tensors; numbers and small tensors (`step`) stay
+as they are. What the user puts there by hand or by `load_state_dict` is taken in before the next update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeepo.chunks.layout import Cut, cut_into_pieces, pack
+from zeepo.chunks.store import Chunk, Kind
+from zeepo.engine.assembly import Part, PartsTier
+from zeepo.engine.gradients import forget, is_exclusive
+from zeepo.engine.managed import Home, home_of, mark_managed, mark_ordinary, plain_torch
+from zeepo.engine.manager import Manager
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a PARAM chunk that is updated at once. Cut.tensor is the slot's index."""
+
+    number: int
+    cuts: tuple[Cut, ...]
+
+
+class States:
+    """The paged state of one optimizer."""
+
+    def __init__(self, manager: Manager, label: str, piece_bytes: Callable[[], int | None]):
+        self._manager = manager
+        self._store = manager.store
+        self._label = label
+        self._piece_bytes = piece_bytes
+        """None: parameters must stay whole."""
+        self._pieces: dict[int, list[Piece]] = {}
+        self._chunks: dict[tuple[int, int, str], Chunk] = {}
+        self._visible: dict[tuple[int, int, str], Tensor] = {}
+        """(PARAM chunk, slot, state name) -> the managed tensor the user sees."""
+        self._dtypes: dict[tuple[int, int, str], torch.dtype] = {}
+
+    def pieces(self, chunk: Chunk, homes: list[Home]) -> list[Piece]:
+        """How a PARAM chunk is cut for updates; `homes` are all its slots' homes in order."""
+        if chunk.key not in self._pieces:
+            numels = [home.plain.numel() for home in homes]
+            itemsizes = [home.plain.element_size() for home in homes]
+            limit = self._piece_bytes() or max(64, chunk.layout.nbytes)
+            cut = cut_into_pieces(numels, itemsizes, limit)
+            self._pieces[chunk.key] = [Piece(i, tuple(cuts)) for i, cuts in enumerate(cut)]
+        return self._pieces[chunk.key]
+
+    def state_chunks(self, chunk: Chunk, piece: Piece) -> list[Chunk]:
+        """The STATE chunks that go with a piece."""
+        return [
+            state
+            for (key, number, _), state in self._chunks.items()
+            if key == chunk.key and number == piece.number and not state.is_empty
+        ]
+
+    def is_pageable(self, value: Any, home: Home) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and home_of(value) is None
+            and value.layout is torch.strided
+            and value.numel() == home.plain.numel() > 1
+            and value.device.type == "cpu"
+            and not value.requires_grad
+        )
+
+    # -- taking in --------------------------------------------------------------------------------
+
+    def take_in_all(self, home: Home, visible: dict[str, Any]) -> None:
+        """Take in what stands in `optimizer.state[p]` and is not ours yet; drop what left it."""
+        for name in list(visible):
+            if self.is_pageable(visible[name], home):
+                visible[name] = self._take_in_whole(home, name, visible[name])
+        for key in [k for k in self._visible if k[:2] == (home.chunk.key, home.index)]:
+            if visible.get(key[2]) is not self._visible[key]:
+                self._forget(key, home)
+
+    def _take_in_whole(self, home: Home, name: str, value: Tensor) -> Tensor:
+        self._forget((home.chunk.key, home.index, name), home)
+        pieces = [p for p in self._pieces[home.chunk.key] if _cuts_of(p, home.index)]
+        if len(pieces) == 1:
+            return self.take_in(home, name, pieces[0], _cuts_of(pieces[0], home.index)[0], value)
+        with torch.no_grad(), plain_torch():
+            flat = _flat(value, home)
+            for piece in pieces:
+                for cut in _cuts_of(piece, home.index):
+                    part = flat[cut.start : cut.start + cut.numel].clone()
+                    self.take_in(home, name, piece, cut, part)
+        return self.whole(home, name)
+
+    def take_in(self, home: Home, name: str, piece: Piece, cut: Cut, value: Tensor) -> Tensor:
+        """Put a new state tensor (whole, or flat for a cut) into its slot."""
+        with torch.no_grad(), plain_torch():
+            if not is_exclusive(value):
+                value = value.detach().clone(memory_format=torch.preserve_format)
+        chunk = self._chunk(home, name, piece, value.dtype)
+        index = next(i for i, c in enumerate(piece.cuts) if c is cut)
+        if chunk.layout.slots[index].nbytes != value.numel() * value.element_size():
+            return value  # another dtype than the first one seen: it stays in RAM, as it is
+        storage = value.untyped_storage()
+        self._store.drop(chunk, index)
+        self._store.adopt(chunk, index, storage)
+        self._manager.by_storage[storage._cdata] = chunk
+        label = f"{home.name}.{name}"
+        if cut.numel == home.plain.numel():
+            state_home = Home(self._manager, chunk, index, label, value.detach())
+            mark_managed(value, state_home)
+            self._visible[home.chunk.key, home.index, name] = value
+        return value
+
+    def _chunk(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Chunk:
+        key = (home.chunk.key, piece.number, name)
+        if key not in self._chunks:
+            slots = home.chunk.layout.slots
+            layout = pack([(f"{slots[c.tensor].name}.{name}", c.numel * dtype.itemsize) for c in piece.cuts])
+            label = f"{home.chunk.label}.{self._label}.{name}"
+            if piece.number:
+                label += f"[{piece.number}]"
+            self._chunks[key] = self._manager.new_state_chunk(label, layout)
+            self._dtypes[key] = dtype
+        return self._chunks[key]
+
+    # -- parts of a large parameter -----------------------------------------------------------------
+
+    def part(self, home: Home, name: str, piece: Piece, cut: Cut) -> Tensor | None:
+        """A flat ordinary tensor over a cut's state (chunk leased); None if there is none."""
+        key = (home.chunk.key, piece.number, name)
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            return None
+        storage = chunk.storages[next(i for i, c in enumerate(piece.cuts) if c is cut)]
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self._dtypes[key]).set_(storage, 0, (cut.numel,), (1,))
+
+    def whole(self, home: Home, name: str) -> Tensor:
+        """The managed tensor that shows all pieces of a state as one."""
+        key = (home.chunk.key, home.index, name)
+        if key in self._visible:
+            return self._visible[key]
+        parts = []
+        dtype = home.plain.dtype
+        for piece in self._pieces[home.chunk.key]:
+            for index, cut in enumerate(piece.cuts):
+                if cut.tensor == home.index:
+                    chunk = self._chunks[home.chunk.key, piece.number, name]
+                    dtype = self._dtypes[home.chunk.key, piece.number, name]
+                    nbytes = chunk.layout.slots[index].nbytes
+                    parts.append(Part(chunk, index, cut.start * nbytes // cut.numel, nbytes))
+        total = sum(part.nbytes for part in parts)
+        label = f"{home.name}.{name}"
+        chunk = self._store.create(
+            Kind.STATE, label, pack([(label, total)]), PartsTier(self._store, parts)
+        )
+        with plain_torch():
+            shell = torch.empty(0, dtype=dtype)
+            storage = torch.UntypedStorage(0)
+            value = shell.set_(storage, 0, home.plain.shape, home.plain.stride())
+            storage = value.untyped_storage()
+        storage._swap_data_ptr_(torch.UntypedStorage(0))  # type: ignore[attr-defined]
+        self._store.attach_lower(chunk, 0, storage)
+        self._manager.by_storage[storage._cdata] = chunk
+        mark_managed(value, Home(self._manager, chunk, 0, label, value.detach()))
+        self._visible[key] = value
+        return value
+
+    def settle_wholes(self, chunk: Chunk) -> None:
+        """Before pieces change: what the user wrote into an assembled whole goes to its pieces."""
+        for (key, _, _), tensor in self._visible.items():
+            home = home_of(tensor)
+            if key == chunk.key and home is not None and isinstance(home.chunk.home, PartsTier):
+                self._store.evict(home.chunk)
+
+    # -- letting go ---------------------------------------------------------------------------------
+
+    def _forget(self, key: tuple[int, int, str], home: Home) -> None:
+        tensor = self._visible.pop(key, None)
+        if tensor is None:
+            return
+        tensor_home = home_of(tensor)
+        was_whole = tensor_home is not None and isinstance(tensor_home.chunk.home, PartsTier)
+        forget(self._store, tensor)
+        if was_whole:
+            for piece in self._pieces[key[0]]:
+                for index, cut in enumerate(piece.cuts):
+                    chunk = self._chunks.get((key[0], piece.number, key[2]))
+                    if chunk is not None and cut.tensor == home.index:
+                        self._store.drop(chunk, index)
+
+    def give_back(self) -> None:
+        """Every state becomes an ordinary tensor with its current values."""
+        for tensor in self._visible.values():
+            home = home_of(tensor)
+            if home is not None:
+                self._store.free_from_store(home.chunk, home.index)
+                home.manager = None
+                mark_ordinary(tensor)
+        self._visible.clear()
+
+
+def _cuts_of(piece: Piece, slot: int) -> list[Cut]:
+    return [cut for cut in piece.cuts if cut.tensor == slot]
+
+
+def _flat(value: Tensor, home: Home) -> Tensor:
+    """The elements in the order in which the parameter has them in memory."""
+    if value.stride() != home.plain.stride():
+        value = torch.empty_strided(
+            home.plain.shape, home.plain.stride(), dtype=value.dtype
+        ).copy_(value)
+    return value.as_strided((value.numel(),), (1,))

@@ -1,0 +1,67 @@
+"""What a session holds and has moved: a snapshot, readable as attributes and as a mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zeepo.chunks.store import ChunkStore
+from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.pool import BufferPool
+
+
+@dataclass(frozen=True)
+class Stats(Mapping[str, Any]):
+    """A snapshot of a session."""
+
+    bytes_now: dict[str, int]
+    """Tier -> bytes held now."""
+    bytes_peak: dict[str, int]
+    """Tier -> most bytes ever held."""
+    bytes_by_tag: dict[str, int]
+    """What the bytes in RAM are."""
+    bytes_moved: dict[str, int]
+    """Edge ("disk->ram", "ram->disk") -> bytes since init."""
+    evictions: int
+    fetches: int
+    prefetches: int
+    writes: int
+    buffer_reuses: int
+    seconds_waited: float
+    """Time the training thread waited for transfers."""
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+    def __contains__(self, key: object) -> bool:
+        return any(field.name == key for field in fields(self))
+
+
+def collect_stats(store: ChunkStore, pool: BufferPool, disk: DiskTier | None) -> Stats:
+    """The snapshot of this moment."""
+    counters = store.counters
+    ledger = pool.ledger
+    return Stats(
+        bytes_now={"ram": ledger.used_bytes, "disk": disk.used_bytes if disk else 0},
+        bytes_peak={"ram": ledger.peak_bytes, "disk": disk.peak_bytes if disk else 0},
+        bytes_by_tag=ledger.by_tag(),
+        bytes_moved={
+            "disk->ram": disk.bytes_read if disk else 0,
+            "ram->disk": disk.bytes_written if disk else 0,
+        },
+        evictions=counters.num_evictions,
+        fetches=counters.num_fetches,
+        prefetches=counters.num_prefetches,
+        writes=counters.num_writes,
+        buffer_reuses=pool.num_reuses,
+        seconds_waited=counters.seconds_waited,
+    )

@@ -1,0 +1,51 @@
+"""Settings that may cost time or memory but never change a number.
+
+Not options of `init`: `zeepo verify` and the tests turn them to find which mechanism is to blame, and to
+make small models exercise what only large ones would.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The settings in force."""
+
+    prefetch: bool = True
+    """Read ahead and write early, following the trace."""
+    piece_bytes: int = 32 << 20
+    """Largest part of a parameter that is updated at once."""
+    split_units: bool = True
+    """False: one chunk for the whole model (for bisecting)."""
+
+
+def _from_environment() -> Tuning:
+    return Tuning(
+        prefetch=os.environ.get("ZEEPO_TUNING_PREFETCH", "1") != "0",
+        piece_bytes=int(os.environ.get("ZEEPO_TUNING_PIECE_BYTES", str(32 << 20))),
+        split_units=os.environ.get("ZEEPO_TUNING_SPLIT_UNITS", "1") != "0",
+    )
+
+
+_current: list[Tuning] = []
+
+
+def tuning() -> Tuning:
+    """The settings for a session opened now."""
+    return _current[-1] if _current else _from_environment()
+
+
+@contextmanager
+def tuned(**changes: Any) -> Iterator[None]:
+    """Other settings for sessions opened inside the block."""
+    _current.append(replace(tuning(), **changes))
+    try:
+        yield
+    finally:
+        _current.pop()

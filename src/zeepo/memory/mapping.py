@@ -1,0 +1,50 @@
+"""Anonymous private memory at an aligned address, and the address of any buffer.
+
+Invariant: a mapping is returned to the system only when nothing refers to it any more, neither the
+`Mapping` nor any memoryview or tensor made from it; so no view can ever point at unmapped memory.
+Python's `mmap(-1, n)` is shared memory and gets no huge pages, hence the explicit flags.
+"""
+
+import contextlib
+import mmap
+
+import numpy as np
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+def address_of(view: memoryview) -> int:
+    """The address of a contiguous buffer's first byte, read-only buffers included; 0 if empty."""
+    if view.nbytes == 0:
+        return 0
+    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
+
+
+class Mapping:
+    """`nbytes` (rounded up to whole pages) of zeroed memory.
+
+    From 2 MiB on the address is a multiple of 2 MiB and the system is asked for huge pages, which
+    doubles the speed of direct I/O. The slack mapped to reach that alignment is never touched: it
+    costs address space and no memory.
+    """
+
+    __slots__ = ("address", "memory", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
+        huge = self.nbytes >= HUGE_PAGE_BYTES
+        slack_bytes = HUGE_PAGE_BYTES if huge else 0
+        area = mmap.mmap(-1, self.nbytes + slack_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        base = address_of(memoryview(area))
+        start = round_up(base, HUGE_PAGE_BYTES) - base if huge else 0
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+            # A kernel built without huge pages refuses: slower, and otherwise the same.
+            with contextlib.suppress(OSError):
+                area.madvise(mmap.MADV_HUGEPAGE, start, self.nbytes)
+        self.memory = memoryview(area)[start : start + self.nbytes]
+        self.address = base + start

@@ -1,0 +1,166 @@
+"""Reusable buffers, each one anonymous mapping, all of them counted in a ledger.
+
+Invariant: every mapped byte is in the ledger from before it is mapped until the pool lets go of it:
+under the holder's tag while acquired, under "idle buffers" in between. An acquired buffer has one
+holder; after `release()` its handle refuses every use, because the memory may have a new holder.
+A reused buffer still contains what its last holder left there.
+"""
+
+import threading
+from collections import OrderedDict
+
+import torch
+
+from zeepo.errors import InternalError
+from zeepo.memory.ledger import Ledger, Reservation
+from zeepo.memory.mapping import PAGE_BYTES, Mapping, round_up
+
+IDLE_TAG = "idle buffers"
+
+# An idle buffer serves a request that fills at least this part of it; a worse fit wastes budget.
+_MINIMUM_FILL = 1 / 1.25
+
+
+class Buffer:
+    """A holder's handle on page-aligned memory (2 MiB-aligned huge pages from 2 MiB on)."""
+
+    __slots__ = ("_mapping", "_pool", "_reservation", "capacity_bytes")
+
+    def __init__(self, pool: "BufferPool", mapping: Mapping, reservation: Reservation) -> None:
+        self._pool = pool
+        self._mapping: Mapping | None = mapping
+        self._reservation = reservation
+        self.capacity_bytes = mapping.nbytes
+
+    @property
+    def memory(self) -> memoryview:
+        """The whole buffer, writable, one byte per item."""
+        return self._held().memory
+
+    @property
+    def address(self) -> int:
+        return self._held().address
+
+    @property
+    def tag(self) -> str:
+        return self._reservation.tag
+
+    def retag(self, tag: str) -> None:
+        self._held()
+        self._reservation.retag(tag)
+
+    def storage(self, offset_bytes: int, nbytes: int) -> torch.UntypedStorage:
+        """A torch storage that aliases `nbytes` of this buffer, without a copy.
+
+        It keeps the mapping alive, but not the holder's right to it: after `release()` the bytes
+        under it may change.
+        """
+        if offset_bytes < 0 or nbytes < 0 or offset_bytes + nbytes > self.capacity_bytes:
+            raise InternalError(
+                f"bytes {offset_bytes} to {offset_bytes + nbytes} lie outside a buffer of "
+                f"{self.capacity_bytes} bytes"
+            )
+        memory = self.memory[offset_bytes : offset_bytes + nbytes]
+        if nbytes == 0:  # torch.frombuffer refuses an empty buffer.
+            return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def release(self) -> None:
+        """Give the buffer back to the pool; a second call does nothing."""
+        self._pool._take_back(self)
+
+    def _held(self) -> Mapping:
+        if self._mapping is None:
+            raise InternalError(
+                f"a buffer of {self.capacity_bytes} bytes was used after its release"
+            )
+        return self._mapping
+
+
+class BufferPool:
+    """Hands out buffers within a ledger's limit and keeps released ones for reuse. Thread-safe."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.num_reuses = 0
+        self._lock = threading.Lock()
+        # Idle mappings, the longest idle first, by an arbitrary key.
+        self._idle: OrderedDict[int, tuple[Mapping, Reservation]] = OrderedDict()
+        self._idle_bytes = 0
+        self._next_key = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        return self._idle_bytes
+
+    def can_acquire(self, nbytes: int) -> bool:
+        """Whether `acquire` would succeed now: idle buffers count as room."""
+        capacity_bytes = _capacity_for(nbytes)
+        with self._lock:
+            if self._best_fit(capacity_bytes) is not None:
+                return True
+            return capacity_bytes <= self.ledger.free_bytes + self._idle_bytes
+
+    def acquire(self, nbytes: int, tag: str) -> Buffer:
+        """A buffer of at least `nbytes`, its contents arbitrary, or `BudgetError` with the bill."""
+        capacity_bytes = _capacity_for(nbytes)
+        with self._lock:
+            key = self._best_fit(capacity_bytes)
+            if key is not None:
+                mapping, reservation = self._idle.pop(key)
+                self._idle_bytes -= mapping.nbytes
+                self.num_reuses += 1
+                reservation.retag(tag)
+                return Buffer(self, mapping, reservation)
+            missing_bytes = capacity_bytes - self.ledger.free_bytes
+            # Drop idle buffers only if that makes enough room: a refusal should cost nothing.
+            if 0 < missing_bytes <= self._idle_bytes:
+                self._drop_idle(missing_bytes)
+            reservation = self.ledger.reserve(tag, capacity_bytes)
+        try:
+            mapping = Mapping(capacity_bytes)
+        except OSError:
+            reservation.release()
+            raise
+        return Buffer(self, mapping, reservation)
+
+    def trim(self, nbytes: int | None = None) -> int:
+        """Unmap `nbytes` or more of idle buffers (default all), longest idle first; bytes freed."""
+        with self._lock:
+            return self._drop_idle(self._idle_bytes if nbytes is None else nbytes)
+
+    def _best_fit(self, capacity_bytes: int) -> int | None:
+        best_key, best_bytes = None, 0
+        for key, (mapping, _) in self._idle.items():
+            fits = mapping.nbytes * _MINIMUM_FILL <= capacity_bytes <= mapping.nbytes
+            # "<=": among equals the most recently released, likelier to be in the caches.
+            if fits and (best_key is None or mapping.nbytes <= best_bytes):
+                best_key, best_bytes = key, mapping.nbytes
+        return best_key
+
+    def _drop_idle(self, nbytes: int) -> int:
+        dropped_bytes = 0
+        while self._idle and dropped_bytes < nbytes:
+            _, (mapping, reservation) = self._idle.popitem(last=False)
+            dropped_bytes += mapping.nbytes
+            self._idle_bytes -= mapping.nbytes
+            del mapping  # Unmapped here, before the ledger counts the bytes as free.
+            reservation.release()
+        return dropped_bytes
+
+    def _take_back(self, buffer: Buffer) -> None:
+        with self._lock:
+            mapping, buffer._mapping = buffer._mapping, None
+            if mapping is None:
+                return
+            reservation = buffer._reservation
+            reservation.retag(IDLE_TAG)
+            self._idle[self._next_key] = (mapping, reservation)
+            self._next_key += 1
+            self._idle_bytes += mapping.nbytes
+
+
+def _capacity_for(nbytes: int) -> int:
+    if nbytes < 0:
+        raise InternalError(f"cannot acquire a buffer of {nbytes} bytes")
+    return max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))

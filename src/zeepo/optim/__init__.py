@@ -1,0 +1,1 @@
+"""Running the user's own optimizer on slots."""

@@ -1,0 +1,1 @@
+"""Deciding: units, working sets, budgets."""

@@ -1,0 +1,59 @@
+"""What this machine, or the cgroup we are in, has to give. Reads /proc and /sys only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MARGIN = 0.1
+"""Share of the free memory that is left alone when the user states no budget."""
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def machine_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """MemAvailable, or None where there is no such file."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def cgroup_available_bytes(
+    cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """What our memory cgroup (version 1 or 2) still allows, or None without a limit."""
+    try:
+        lines = cgroup.read_text().splitlines()
+    except OSError:
+        return None
+    free: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        relative = path.lstrip("/")
+        if "memory" in controllers.split(","):
+            folder, limit, usage = root / "memory" / relative, "limit_in_bytes", "usage_in_bytes"
+            limit, usage = f"memory.{limit}", f"memory.{usage}"
+        elif controllers == "":
+            folder, limit, usage = root / relative, "memory.max", "memory.current"
+        else:
+            continue
+        most, used = _read_int(folder / limit), _read_int(folder / usage)
+        if most is not None and used is not None and most < 1 << 60:
+            free.append(max(0, most - used))
+    return min(free) if free else None
+
+
+def available_ram_bytes() -> int:
+    """What a session may take when the user states no budget."""
+    found = [n for n in (machine_available_bytes(), cgroup_available_bytes()) if n is not None]
+    return int(min(found) * (1 - MARGIN)) if found else 4 << 30

@@ -1,0 +1,78 @@
+"""Finding units: the modules whose parameters move together. No I/O; reads shapes only.
+
+A unit is the largest module that is small enough and holds no list of repeated blocks; what a larger
+module owns directly is a unit of its own, and so is any parameter larger than the limit. A parameter
+belongs to the first unit that reaches it (tied weights have one home).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+LARGEST_UNIT_BYTES = 32 << 20
+SHARE_OF_MODEL = 8
+"""No unit is larger than this fraction of the model, so that there is something to move."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module's name and the parameters that move with it."""
+
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for _, p in self.parameters)
+
+
+def _own_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _has_repeated_blocks(module: nn.Module) -> bool:
+    for child in module.modules():
+        if isinstance(child, _CONTAINERS):
+            holders = sum(1 for c in child.children() if any(True for _ in c.parameters()))
+            if holders >= 2:
+                return True
+    return False
+
+
+def find_units(name: str, model: nn.Module, taken: set[int] | None = None) -> list[Unit]:
+    """The units of a model, in the order of its module tree."""
+    seen = set() if taken is None else taken
+    unique = {id(p): p for p in model.parameters() if id(p) not in seen}
+    limit = min(LARGEST_UNIT_BYTES, max(1, _own_bytes(unique.values()) // SHARE_OF_MODEL))
+    units: list[Unit] = []
+
+    def add(unit_name: str, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        fresh = [(n, p) for n, p in parameters if id(p) not in seen]
+        seen.update(id(p) for _, p in fresh)
+        large = [_own_bytes([p]) > LARGEST_UNIT_BYTES for _, p in fresh]
+        small = tuple(item for item, is_large in zip(fresh, large, strict=True) if not is_large)
+        if small:
+            units.append(Unit(unit_name, small))
+        units.extend(
+            Unit(n, ((n, p),)) for (n, p), is_large in zip(fresh, large, strict=True) if is_large
+        )
+
+    def visit(prefix: str, module: nn.Module, is_root: bool) -> None:
+        parameters = list(module.named_parameters(prefix))
+        children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+        fits = _own_bytes(p for _, p in parameters) <= limit
+        is_unit = not children or (fits and not is_root and not _has_repeated_blocks(module))
+        if is_unit:
+            add(prefix or type(module).__name__, parameters)
+            return
+        add(prefix or type(module).__name__, list(module.named_parameters(prefix, recurse=False)))
+        for child_name, child in children:
+            visit(f"{prefix}.{child_name}" if prefix else child_name, child, False)
+
+    visit(name, model, True)
+    return [unit for unit in units if unit.parameters]

@@ -1,0 +1,31 @@
+"""What holds for every test: the same random numbers, and no session left open."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+def open_session() -> Any | None:
+    """The session that is open in this process, if any; nothing is imported to find out."""
+    zeepo = sys.modules.get("zeepo")
+    if zeepo is None or not hasattr(zeepo, "current_session"):
+        return None
+    return zeepo.current_session()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_session_left_open() -> Iterator[None]:
+    """Fail the test that leaves a session open, and close it so that the next one starts clean."""
+    yield
+    session = open_session()
+    if session is not None:
+        session.close()
+        pytest.fail("the test left a zeepo session open: use `with zeepo.init(...)` or close it")

@@ -1,0 +1,186 @@
+"""The buffer pool: every mapped byte in the ledger, buffers reused, views that stay valid."""
+
+import gc
+import itertools
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeepo.errors import BudgetError, InternalError
+from zeepo.memory.ledger import Ledger
+from zeepo.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, address_of
+from zeepo.memory.pool import IDLE_TAG, BufferPool
+from zeepo.units import KiB, MiB
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, MiB, 2 * MiB, 3 * MiB + 5])
+def test_alignment_and_capacity(nbytes: int) -> None:
+    buffer = BufferPool(Ledger("ram", None)).acquire(nbytes, "params")
+    assert buffer.capacity_bytes >= max(nbytes, 1)
+    assert buffer.capacity_bytes % PAGE_BYTES == 0
+    assert buffer.capacity_bytes < nbytes + 2 * PAGE_BYTES
+    aligned_to = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else PAGE_BYTES
+    assert buffer.address % aligned_to == 0
+    memory = buffer.memory
+    assert address_of(memory) == buffer.address
+    assert (memory.format, memory.readonly, memory.nbytes) == ("B", False, buffer.capacity_bytes)
+    memory[0] = memory[-1] = 255
+
+
+def test_storage_aliases_the_buffer() -> None:
+    buffer = BufferPool(Ledger("ram", None)).acquire(64 * KiB, "params")
+    storage = buffer.storage(4096 + 64, 400)
+    assert storage.nbytes() == 400
+    assert storage.data_ptr() == buffer.address + 4096 + 64
+    tensor = torch.empty(0, dtype=torch.float32).set_(storage, 0, (100,))
+    tensor.fill_(1.5)
+    assert (
+        torch.frombuffer(buffer.memory, dtype=torch.float32)[1024 + 16 : 1024 + 116].eq(1.5).all()
+    )
+    assert buffer.storage(8, 0).nbytes() == 0
+    with pytest.raises(InternalError, match="outside"):
+        buffer.storage(60 * KiB, 4 * KiB + 1)
+
+
+def test_a_storage_outlives_the_pool() -> None:
+    pool = BufferPool(Ledger("ram", None))
+    buffer = pool.acquire(4 * MiB, "params")
+    storage = buffer.storage(MiB, MiB)
+    tensor = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (MiB,)).fill_(7)
+    del storage
+    buffer.release()
+    pool.trim()
+    del buffer, pool
+    gc.collect()
+    assert tensor.eq(7).all()
+
+
+def test_reuse_moves_bytes_between_tags() -> None:
+    ledger = Ledger("ram", 10 * MiB)
+    pool = BufferPool(ledger)
+    buffer = pool.acquire(4 * MiB, "params")
+    address = buffer.address
+    buffer.release()
+    buffer.release()
+    assert ledger.by_tag() == {IDLE_TAG: 4 * MiB}
+    assert pool.idle_bytes == 4 * MiB
+    again = pool.acquire(4 * MiB - 100, "grads")
+    assert again.address == address
+    assert pool.num_reuses == 1
+    assert pool.idle_bytes == 0
+    assert ledger.by_tag() == {"grads": 4 * MiB}
+    again.retag("state")
+    assert (again.tag, ledger.by_tag()) == ("state", {"state": 4 * MiB})
+
+
+def test_a_buffer_much_too_large_is_not_reused() -> None:
+    pool = BufferPool(Ledger("ram", None))
+    pool.acquire(5 * MiB, "params").release()
+    assert pool.acquire(4 * MiB, "params").capacity_bytes == 5 * MiB  # Exactly 1.25 times.
+    pool.acquire(5 * MiB + 4096, "params").release()
+    assert pool.acquire(4 * MiB, "params").capacity_bytes == 4 * MiB
+    assert pool.num_reuses == 1
+
+
+def test_the_best_fit_wins() -> None:
+    pool = BufferPool(Ledger("ram", None))
+    buffers = [pool.acquire(mib * MiB, "params") for mib in (12, 10, 11)]
+    for buffer in buffers:
+        buffer.release()
+    assert pool.acquire(10 * MiB, "params").capacity_bytes == 10 * MiB
+
+
+def test_idle_buffers_make_room() -> None:
+    ledger = Ledger("ram", 8 * MiB)
+    pool = BufferPool(ledger)
+    small = [pool.acquire(2 * MiB, "params") for _ in range(4)]
+    assert not pool.can_acquire(1)
+    for buffer in small[:2]:
+        buffer.release()
+    assert pool.can_acquire(4 * MiB)
+    assert not pool.can_acquire(4 * MiB + 1)
+    pool.acquire(4 * MiB, "grads")
+    assert ledger.by_tag() == {"grads": 4 * MiB, "params": 4 * MiB}
+    assert pool.idle_bytes == 0
+
+
+def test_a_refusal_costs_no_idle_buffer_and_shows_the_bill() -> None:
+    pool = BufferPool(Ledger("ram", 8 * MiB))
+    held = pool.acquire(4 * MiB, "params")
+    pool.acquire(2 * MiB, "params").release()
+    with pytest.raises(BudgetError, match=r"params 4\.0 MiB, idle buffers 2\.0 MiB"):
+        pool.acquire(6 * MiB, "grads")
+    assert pool.idle_bytes == 2 * MiB
+    held.release()
+    assert pool.acquire(6 * MiB, "grads").capacity_bytes == 6 * MiB
+
+
+def test_trim_longest_idle_first() -> None:
+    ledger = Ledger("ram", None)
+    pool = BufferPool(ledger)
+    buffers = [pool.acquire(nbytes * 4096, "params") for nbytes in (1, 2, 3)]
+    for buffer in buffers:
+        buffer.release()
+    assert pool.trim(1) == 4096
+    assert pool.trim(2 * 4096 + 1) == 5 * 4096
+    assert pool.trim() == 0
+    assert ledger.used_bytes == 0
+
+
+def test_use_after_release_is_refused() -> None:
+    buffer = BufferPool(Ledger("ram", None)).acquire(4096, "params")
+    buffer.release()
+    with pytest.raises(InternalError, match="after its release"):
+        _ = buffer.memory
+    with pytest.raises(InternalError, match="after its release"):
+        buffer.storage(0, 1)
+    with pytest.raises(InternalError, match="after its release"):
+        buffer.retag("grads")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40_000)), max_size=30))
+def test_the_ledger_always_shows_what_is_mapped(steps: list[tuple[int, int]]) -> None:
+    ledger = Ledger("ram", 100_000)
+    pool = BufferPool(ledger)
+    held = []
+    for action, nbytes in steps:
+        if action == 0:
+            pool.trim(nbytes)
+        elif action <= 2 and held:
+            held.pop(0).release()
+        elif pool.can_acquire(nbytes):
+            held.append(pool.acquire(nbytes, "params"))
+            held[-1].memory[:nbytes] = b"\1" * nbytes
+        else:
+            with pytest.raises(BudgetError):
+                pool.acquire(nbytes, "params")
+        held_bytes = sum(buffer.capacity_bytes for buffer in held)
+        assert ledger.by_tag().get("params", 0) == held_bytes
+        assert ledger.used_bytes == held_bytes + pool.idle_bytes <= 100_000
+    ranges = sorted((b.address, b.address + b.capacity_bytes) for b in held)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+
+
+def test_threads_never_share_a_buffer() -> None:
+    pool = BufferPool(Ledger("ram", 16 * 4096))
+    clashes = []
+
+    def work(mark: int) -> None:
+        for _ in range(300):
+            buffer = pool.acquire(4096, "params")
+            buffer.memory[:] = bytes([mark]) * 4096
+            if bytes(buffer.memory) != bytes([mark]) * 4096:
+                clashes.append(mark)
+            buffer.release()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clashes == []
+    assert pool.ledger.used_bytes == pool.idle_bytes

@@ -1,0 +1,1 @@
+"""Parity suite: users' programs run plainly and under zeepo, compared bit for bit."""
