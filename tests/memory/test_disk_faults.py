@@ -285,6 +285,19 @@ def test_a_full_directory_is_refused_and_left_clean(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_small_extents_spread_over_the_directories(tmp_path: Path) -> None:
+    """One block each: an extent continues the cycle where the last one left it."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    tier = DiskTier(folders, block_bytes=BLOCK, weights=[4.0, 1.0, 3.0])
+    for i in range(64):
+        tier.allocate(f"chunk {i}", BLOCK)
+    used = [directory.space.used_bytes // BLOCK for directory in tier.directories]
+    assert used == [32, 8, 24]
+    tier.close()
+
+
 @pytest.mark.parametrize("refused_call", ["open", "pwritev"])
 def test_direct_io_is_found_out_per_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_call: str

@@ -98,6 +98,15 @@ class Chunk:
             offset = max(0, min(slot.offset_bytes + shift, self.layout.nbytes - slot.nbytes))
             storage._swap_data_ptr_(self.buffer.storage(offset, slot.nbytes))  # type: ignore[attr-defined]
 
+    def move_into_buffer(self, index: int, storage: torch.UntypedStorage) -> None:
+        """Copy a storage's bytes to their place in the buffer and let go of its own memory."""
+        assert self.buffer is not None
+        slot = self.layout.slots[index]
+        if slot.nbytes:
+            place = self.buffer.storage(slot.offset_bytes, slot.nbytes)
+            place.copy_(storage, False)
+            storage._swap_data_ptr_(place)  # type: ignore[attr-defined]
+
     def clear_slot(self, index: int) -> None:
         """Take the memory from one slot's storage."""
         storage = self.storages[index]

@@ -88,8 +88,12 @@ class ChunkStore:
                 raise InternalError(f"{chunk.label}: the slot of {slot.name} is taken")
             self.lease([chunk])
             try:
-                self._make_ledger_room(slot.nbytes)
-                chunk.own_memory[index] = self.ledger.reserve(chunk.kind.value, slot.nbytes)
+                if chunk.buffer is not None:
+                    self._settle(chunk)
+                    chunk.move_into_buffer(index, storage)
+                else:
+                    self._make_ledger_room(slot.nbytes)
+                    chunk.own_memory[index] = self.ledger.reserve(chunk.kind.value, slot.nbytes)
                 chunk.storages[index] = storage
                 chunk.is_resident = True
                 chunk.version += 1

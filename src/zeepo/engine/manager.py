@@ -131,7 +131,7 @@ class Manager:
                 versions = [_version(t) for t in managed]
                 first_node = torch._C._autograd._get_sequence_nr()
                 result = func(*args, **kwargs)
-                self._note_changes(func, managed, homes, versions)
+                self._note_changes(func, args, managed, homes, versions)
                 self.finish(result, (args, kwargs), homes, chunks, first_node)
             finally:
                 self.store.release(chunks)
@@ -165,13 +165,21 @@ class Manager:
                 return
 
     def _note_changes(
-        self, func: Function, managed: list[Tensor], homes: list[Home], versions: list[int]
+        self,
+        func: Function,
+        args: Any,
+        managed: list[Tensor],
+        homes: list[Home],
+        versions: list[int],
     ) -> None:
+        """Version counters tell what was changed; some functions in place do not count theirs."""
         if sabotaged("dirty.mark"):
             return
-        in_place = getattr(func, "__name__", "").endswith("_")
+        written: set[int] = set()
+        if getattr(func, "__name__", "").endswith("_") and args:
+            written = {id(t) for t in tensors_in(args[0])}
         for tensor, home, before in zip(managed, homes, versions, strict=True):
-            if _version(tensor) != before or (in_place and tensor.is_inference()):
+            if id(tensor) in written or _version(tensor) != before:
                 self.store.mark_changed(home.chunk)
 
     # -- what managed tensors ask -----------------------------------------------------------------

@@ -7,6 +7,7 @@ leased and wear the ordinary class, and the backward nodes it made get their lea
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -131,7 +132,29 @@ class Regions:
         self._undo.append(undo)
 
     def _patch_torch(self) -> None:
-        """Modules compiled before or after init, wherever they are kept."""
+        """Modules compiled before or after init, wherever they are kept.
+
+        Importing torch's compiler takes seconds and memory, so it is patched only once it is there.
+        """
+        if "torch._dynamo.eval_frame" in sys.modules:
+            self._patch_compiled_modules()
+            return
+        regions, original = self, torch.compile
+
+        def compile_and_patch(*args: Any, **kwargs: Any) -> Any:
+            import torch._dynamo.eval_frame
+
+            undo()
+            regions._patch_compiled_modules()
+            return original(*args, **kwargs)
+
+        def undo() -> None:
+            torch.compile = original  # type: ignore[assignment]
+
+        torch.compile = compile_and_patch
+        self._undo.append(undo)
+
+    def _patch_compiled_modules(self) -> None:
         from torch._dynamo.eval_frame import OptimizedModule
 
         regions = self

@@ -75,6 +75,7 @@ class OptimizerStep:
         pieces = piece_bytes if self.grain is Grain.ELEMENT else None
         self.states = States(manager, label, lambda: pieces)
         self._slots: dict[int, list[Home]] = {}
+        self._entries: dict[Tensor, State] = {}
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -82,12 +83,30 @@ class OptimizerStep:
     def run(self) -> None:
         """Update every parameter that has a gradient."""
         by_chunk, odd = self._collect()
+        self._entries = {}
         for number, chunk in enumerate(self._in_order_of_next_use(list(by_chunk))):
             if number == 1 and sabotaged("update.skip"):
                 continue
             self._update_chunk(chunk, by_chunk[chunk])
         for target in odd:
             self._update_with_odd_gradient(target)
+        self._publish_entries()
+
+    def _entry(self, home: Home) -> State:
+        """`optimizer.state[p]`, or what will become it when this step is over."""
+        p = home.parameter
+        assert p is not None
+        if p in self.optimizer.state:
+            return self.optimizer.state[p]  # type: ignore[no-any-return]
+        return self._entries.setdefault(p, {})
+
+    def _publish_entries(self) -> None:
+        """New entries appear in the order of the parameters, as if torch had made them."""
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if self._entries.get(p):
+                    self.optimizer.state[p] = self._entries[p]
+        self._entries = {}
 
     def _collect(self) -> tuple[dict[Chunk, list[Target]], list[Target]]:
         """Parameters with a gradient: by chunk; and those whose gradient is not in a slot."""
@@ -115,7 +134,7 @@ class OptimizerStep:
         wanted = {target.home.index: target for target in targets}
         pieces = self.states.pieces(chunk, self.slots(chunk))
         for target in targets:
-            self.states.take_in_all(target.home, self.optimizer.state[target.home.parameter])
+            self.states.take_in_all(target.home, self._entry(target.home))
         self.states.settle_wholes(chunk)
         for piece in pieces:
             if any(cut.tensor in wanted for cut in piece.cuts):
@@ -154,7 +173,7 @@ class OptimizerStep:
         home = target.home
         grad_home = home_of(home.grad)
         assert grad_home is not None
-        visible = self.optimizer.state[home.parameter]
+        visible = self._entry(home)
         is_whole = cut.numel == home.plain.numel()
         with plain_torch():
             if is_whole:
@@ -193,7 +212,7 @@ class OptimizerStep:
     def _keep_state(self, part: Part, piece: Piece, new: State) -> None:
         """Take over what the optimizer created; the rest was changed in place."""
         home = part.target.home
-        visible = self.optimizer.state[home.parameter]
+        visible = self._entry(home)
         for name, value in new.items():
             if value is part.state.get(name) and value is not None:
                 if home_of(visible.get(name)) is None and part.is_last:
@@ -213,8 +232,8 @@ class OptimizerStep:
     def _update_with_odd_gradient(self, target: Target) -> None:
         """Sparse and differentiable gradients: the whole parameter, as torch would do it."""
         home = target.home
-        pieces = self.states.pieces(home.chunk, self.slots(home.chunk))
-        visible = self.optimizer.state[home.parameter]
+        self.states.pieces(home.chunk, self.slots(home.chunk))
+        visible = self._entry(home)
         self.states.take_in_all(home, visible)
         chunks = {v.chunk.key: v.chunk for v in map(home_of, visible.values()) if v is not None}
         leased = [home.chunk, *chunks.values()]
@@ -232,7 +251,6 @@ class OptimizerStep:
                 self._store.mark_changed(changed)
         finally:
             self._store.release(leased)
-        del pieces
         for name, value in new.get(tensor, {}).items():
             if home_of(visible.get(name)) is None:
                 visible[name] = value

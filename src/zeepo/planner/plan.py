@@ -7,8 +7,7 @@ torch itself needs beside it; until activations are measured it is an estimate w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zeepo.chunks.layout import align_up
 from zeepo.units import MiB, format_bytes
@@ -42,7 +41,6 @@ class Plan:
     piece_bytes: int
     region_bytes: int = 0
     """Largest module that has to be whole while it runs (compiled, or one of torch's fast paths)."""
-    bill: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_units(self) -> int:
@@ -70,23 +68,49 @@ class Plan:
 
     def items(self) -> dict[str, int]:
         """The bill of the managed part: what must be in RAM at the worst moment, by tag."""
-        params = [_page(u.param_bytes) for u in self.units]
-        grads = [_page(u.trainable_bytes) for u in self.units]
-        pieces = [min(g, _page(self.piece_bytes)) for g in grads]
-        states = max((piece * self.num_states for piece in pieces), default=0)
-        items: dict[str, int] = {}
         in_ram = {kind: where == "ram" for kind, where in self.placement.items()}
-        items["params"] = sum(params) if in_ram["params"] else 2 * max(params, default=0)
-        items["grads"] = sum(grads) if in_ram["grads"] else 2 * max(grads, default=0)
-        if in_ram["optimizer_state"]:
-            items["optimizer state"] = sum(grads) * self.num_states
-        else:
-            items["optimizer state"] = 2 * states
-        if self.region_bytes and not in_ram["params"]:
-            items["params"] += _page(self.region_bytes)
-        if any(where == "disk" for where in self.placement.values()):
-            items["disk staging"] = self.staging_bytes
+        resting = self._resting(in_ram)
+        computing = self._computing(in_ram)
+        updating = self._updating(in_ram)
+        busiest = max((computing, updating), key=lambda item: sum(item.values()))
+        items = {tag: resting.get(tag, 0) + busiest.get(tag, 0) for tag in resting | busiest}
+        if not all(in_ram.values()):
+            items["staging"] = self.staging_bytes
         return items
+
+    def _resting(self, in_ram: dict[str, bool]) -> dict[str, int]:
+        """What is kept in RAM all the time."""
+        params = sum(_page(u.param_bytes) for u in self.units)
+        grads = sum(_page(u.trainable_bytes) for u in self.units)
+        return {
+            "params": params if in_ram["params"] else 0,
+            "grads": grads if in_ram["grads"] else 0,
+            "optimizer state": grads * self.num_states if in_ram["optimizer_state"] else 0,
+        }
+
+    def _computing(self, in_ram: dict[str, bool]) -> dict[str, int]:
+        """Forward and backward: a node's chunk, one that it recomputes, and a gradient."""
+        params = sorted((_page(u.param_bytes) for u in self.units), reverse=True)
+        grads = max((_page(u.trainable_bytes) for u in self.units), default=0)
+        working = max(sum(params[:2]), _page(self.region_bytes))
+        return {
+            "params": 0 if in_ram["params"] else working,
+            "grads": 0 if in_ram["grads"] else grads,
+        }
+
+    def _updating(self, in_ram: dict[str, bool]) -> dict[str, int]:
+        """The step: one chunk's parameters and gradients, and a piece of its states."""
+        largest: dict[str, int] = {}
+        for unit in self.units:
+            grads = _page(unit.trainable_bytes)
+            piece = min(grads, _page(self.piece_bytes))
+            items = {
+                "params": 0 if in_ram["params"] else _page(unit.param_bytes),
+                "grads": 0 if in_ram["grads"] else grads,
+                "optimizer state": 0 if in_ram["optimizer_state"] else piece * self.num_states,
+            }
+            largest = max(largest, items, key=lambda item: sum(item.values()))
+        return largest
 
     def explain(self) -> str:
         """The bill, as text."""
@@ -105,7 +129,3 @@ class Plan:
 
 def _page(nbytes: int) -> int:
     return align_up(nbytes, PAGE_BYTES) if nbytes else 0
-
-
-def sum_bytes(units: Sequence[UnitPlan]) -> int:
-    return sum(unit.param_bytes for unit in units)

@@ -1,0 +1,126 @@
+"""What does a step cost under zeepo? Against plain PyTorch with fused AdamW, in one process.
+
+Plain and zeepo steps alternate on the same batches; the figures are medians over the steps after the
+first two. Losses must be equal bit for bit. Writes a JSON under benchmarks/results.
+
+    python benchmarks/step_time.py --disk DIRECTORY [--steps 9] [--ram 1GiB] [--layers 12 ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import GPT, GPTConfig
+
+import zeepo
+
+WARM_UP_STEPS = 2
+
+
+class Trainer:
+    """One model with its optimizer, trained step by step."""
+
+    def __init__(self, config: GPTConfig):
+        torch.manual_seed(0)
+        self.model = GPT(config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, batch: torch.Tensor) -> None:
+        started = time.perf_counter()
+        loss = self.model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        self.seconds.append(time.perf_counter() - started)
+
+
+def compare(config: GPTConfig, args: argparse.Namespace, **options: Any) -> dict[str, Any]:
+    """Alternate plain and zeepo steps."""
+    plain, managed = Trainer(config), Trainer(config)
+    session = zeepo.init(managed.model, managed.optimizer, **options)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(args.steps):
+        shape = (args.batch, config.sequence + 1)
+        batch = torch.randint(config.vocabulary, shape, generator=generator)
+        for trainer in (plain, managed) if number % 2 else (managed, plain):
+            trainer.step(batch)
+        print(
+            f"  step {number}: plain {plain.seconds[-1]:6.2f} s  zeepo {managed.seconds[-1]:6.2f} s"
+            f"  loss {managed.losses[-1]:.6f}  {'=' if plain.losses == managed.losses else 'DIFFERS'}",
+            flush=True,
+        )
+    stats = dict(session.stats())
+    plan = session.plan
+    session.close()
+    pairs = list(zip(plain.seconds, managed.seconds, strict=True))[WARM_UP_STEPS:]
+    return {
+        "options": {key: str(value) for key, value in options.items() if key != "disk"},
+        "plain_seconds": plain.seconds,
+        "zeepo_seconds": managed.seconds,
+        "plain_median": statistics.median(a for a, _ in pairs),
+        "zeepo_median": statistics.median(b for _, b in pairs),
+        "ratio": statistics.median(b / a for a, b in pairs),
+        "losses_bit_equal": plain.losses == managed.losses,
+        "minimum_ram": plan.minimum_ram,
+        "stats": stats,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--disk", default=None)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--ram", default="1GiB", help="budget of the run on disk")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--only", choices=("ram", "disk"), default=None)
+    parser.add_argument("--result", default=None)
+    args = parser.parse_args()
+    config = GPTConfig(num_layers=args.layers)
+    everything = {"params": "ram", "grads": "ram", "optimizer_state": "ram"}
+    on_disk = dict.fromkeys(everything, "disk")
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=args.disk) as disk:
+        if args.only != "disk":
+            print("everything in RAM")
+            results["ram"] = compare(config, args, **everything)
+        if args.only != "ram":
+            print(f"everything on disk, ram={args.ram}")
+            results["disk"] = compare(config, args, ram=args.ram, disk=disk, **on_disk)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    report = {
+        "question": "step time of a GPT against plain PyTorch with fused AdamW",
+        "model": vars(config) if not hasattr(config, "__dict__") else config.__dict__,
+        "batch": args.batch,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "torch": torch.__version__,
+        "results": results,
+    }
+    for name, result in results.items():
+        print(
+            f"{name:>5}: plain {result['plain_median']:.2f} s, zeepo {result['zeepo_median']:.2f} s, "
+            f"ratio {result['ratio']:.3f}, bit-equal {result['losses_bit_equal']}"
+        )
+    path = Path(args.result or Path(__file__).parent / "results" / "step_time.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
