@@ -1,7 +1,7 @@
 """What does a step cost under zeepo? Against plain PyTorch with fused AdamW, in one process.
 
-Plain and zeepo steps alternate on the same batches; the figures are medians over the steps after the
-first two. Losses must be equal bit for bit. Writes a JSON under benchmarks/results.
+Plain and zeepo steps alternate on the same batches; the figures are medians over the steps after
+the first two. Losses must be equal bit for bit. Writes a JSON under benchmarks/results.
 
     python benchmarks/step_time.py --disk DIRECTORY [--steps 9] [--ram 1GiB] [--layers 12 ...]
 """
@@ -60,7 +60,8 @@ def compare(config: GPTConfig, args: argparse.Namespace, **options: Any) -> dict
             trainer.step(batch)
         print(
             f"  step {number}: plain {plain.seconds[-1]:6.2f} s  zeepo {managed.seconds[-1]:6.2f} s"
-            f"  loss {managed.losses[-1]:.6f}  {'=' if plain.losses == managed.losses else 'DIFFERS'}",
+            f"  loss {managed.losses[-1]:.6f}"
+            f"  {'=' if plain.losses == managed.losses else 'DIFFERS'}",
             flush=True,
         )
     stats = dict(session.stats())
@@ -114,8 +115,8 @@ def main() -> None:
     }
     for name, result in results.items():
         print(
-            f"{name:>5}: plain {result['plain_median']:.2f} s, zeepo {result['zeepo_median']:.2f} s, "
-            f"ratio {result['ratio']:.3f}, bit-equal {result['losses_bit_equal']}"
+            f"{name:>5}: plain {result['plain_median']:.2f} s, "
+            f"zeepo {result['zeepo_median']:.2f} s, ratio {result['ratio']:.3f}, bit-equal {result['losses_bit_equal']}"
         )
     path = Path(args.result or Path(__file__).parent / "results" / "step_time.json")
     path.parent.mkdir(parents=True, exist_ok=True)

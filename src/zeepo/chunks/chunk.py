@@ -1,27 +1,28 @@
 """One chunk: a layout, the storages of its slots, and where their bytes are now.
 
 [Note: storages]
-Every slot has one torch storage that lives as long as the tensor it belongs to. Fetching and evicting
-do not replace tensors: they exchange the storage's data pointer (`UntypedStorage._swap_data_ptr_`), so
-each view of the tensor, including those that autograd saved for backward, is valid again after a fetch.
-A slot's bytes lie either inside the chunk's pool buffer or in memory of the storage's own (as the user
-or autograd allocated it). An evicted storage has no memory and zero bytes.
+Every slot has one torch storage that lives as long as the tensor it belongs to. Fetching and
+evicting do not replace tensors: they exchange the storage's data pointer
+(`UntypedStorage._swap_data_ptr_`), so each view of the tensor, including those that autograd
+saved for backward, is valid again after a fetch. A slot's bytes lie either inside the chunk's
+pool buffer or in memory of the storage's own (as the user or autograd allocated it). An evicted
+storage has no memory and zero bytes.
 
 [Note: versions]
-`version` counts changes; `lower_version` is the version the lower tier holds. A chunk is dirty when
-they differ. A write stores the version it started with, so a change during the write leaves the chunk
-dirty. A fetch asserts that the extent was not written since.
+`version` counts changes; `lower_version` is the version the lower tier holds. A chunk is dirty
+when they differ. A write stores the version it started with, so a change during the write leaves
+the chunk dirty. A fetch asserts that the extent was not written since.
 """
 
 from __future__ import annotations
 
-import ctypes
 from concurrent.futures import Future
 from enum import Enum
 
 import torch
 
 from zeepo.chunks.layout import Layout
+from zeepo.chunks.storages import memory_of, swap_memory, take_memory
 from zeepo.errors import InternalError
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import Buffer
@@ -35,12 +36,6 @@ class Kind(Enum):
     PARAM = "params"
     GRAD = "grads"
     STATE = "optimizer state"
-
-
-def memory_of(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage. The caller keeps the storage alive."""
-    array = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    return memoryview(array).cast("B")
 
 
 class Chunk:
@@ -96,7 +91,7 @@ class Chunk:
             if storage.nbytes() != 0:
                 raise InternalError(f"{self.label}: {slot.name} is fetched over live memory")
             offset = max(0, min(slot.offset_bytes + shift, self.layout.nbytes - slot.nbytes))
-            storage._swap_data_ptr_(self.buffer.storage(offset, slot.nbytes))  # type: ignore[attr-defined]
+            swap_memory(storage, self.buffer.storage(offset, slot.nbytes))
 
     def move_into_buffer(self, index: int, storage: torch.UntypedStorage) -> None:
         """Copy a storage's bytes to their place in the buffer and let go of its own memory."""
@@ -105,13 +100,13 @@ class Chunk:
         if slot.nbytes:
             place = self.buffer.storage(slot.offset_bytes, slot.nbytes)
             place.copy_(storage, False)
-            storage._swap_data_ptr_(place)  # type: ignore[attr-defined]
+            swap_memory(storage, place)
 
     def clear_slot(self, index: int) -> None:
         """Take the memory from one slot's storage."""
         storage = self.storages[index]
         if storage is not None and storage.nbytes() != 0:
-            storage._swap_data_ptr_(torch.UntypedStorage(0))  # type: ignore[attr-defined]
+            take_memory(storage)
         reservation = self.own_memory.pop(index, None)
         if reservation is not None:
             reservation.release()

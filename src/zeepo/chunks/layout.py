@@ -1,8 +1,9 @@
 """Where everything lies inside a chunk. Pure: values in, values out, no torch, no I/O.
 
-A chunk is a flat run of slots. Slots start at multiples of 64 bytes so that vector loads are aligned
-and so that a cut at a multiple of 64 bytes from a slot's start is a multiple of 16 float32 elements:
-the granularity at which torch's fused optimizers give the same bits whatever the cut.
+A chunk is a flat run of slots. Slots start at multiples of 64 bytes so that vector loads are
+aligned and so that a cut at a multiple of 64 bytes from a slot's start is a multiple of 16
+float32 elements: the granularity at which torch's fused optimizers give the same bits whatever
+the cut.
 
 The invariant: slots are sorted, do not overlap and lie inside the chunk.
 """

@@ -1,11 +1,12 @@
 """The store: chunks come up when leased and go down when room is needed.
 
-Everything here runs in the thread that calls it; only the tiers' own threads move bytes, and they are
-met again at one place, `_wait`. The invariants:
+Everything here runs in the thread that calls it; only the tiers' own threads move bytes, and they
+are met again at one place, `_wait`. The invariants:
 
 - a leased chunk is resident and is not evicted;
 - room is made, and reserved in the ledger, before memory is taken;
-- a chunk leaves RAM only when the lower tier holds its current version ([Note: versions] in chunk.py).
+- a chunk leaves RAM only when the lower tier holds its current version ([Note: versions] in
+  chunk.py).
 
 Who goes is decided by `eviction`, what comes early by `trace`.
 """
@@ -20,9 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zeepo.chunks.chunk import Chunk, Kind, memory_of
+from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.eviction import Candidate, choose_victims
 from zeepo.chunks.layout import Layout
+from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.chunks.trace import Trace
 from zeepo.errors import BudgetError, InternalError
 from zeepo.memory.pool import BufferPool
@@ -128,7 +130,7 @@ class ChunkStore:
                 chunk.version = 0
 
     def free_from_store(self, chunk: Chunk, index: int) -> None:
-        """Give a slot's storage ordinary memory of its own with the current bytes, and let it go."""
+        """Let a slot's storage go, with ordinary memory of its own and the current bytes."""
         with self._lock:
             storage = chunk.storages[index]
             if storage is None:
@@ -139,9 +141,9 @@ class ChunkStore:
                 if index in chunk.own_memory:
                     chunk.own_memory.pop(index).release()
                 elif storage.nbytes() and not chunk.raw_holds:
-                    ordinary = torch.UntypedStorage(storage.nbytes())
+                    ordinary = new_storage(storage.nbytes())
                     ordinary.copy_(storage, False)
-                    storage._swap_data_ptr_(ordinary)  # type: ignore[attr-defined]
+                    swap_memory(storage, ordinary)
                 chunk.storages[index] = None
             finally:
                 self.release([chunk])
@@ -366,9 +368,7 @@ class ChunkStore:
         later_than = self.trace.next_use(chunk.key)
         for other in self._chunks.values():
             self._collect_write(other)
-        victims = choose_victims(
-            self._candidates(only_clean=True), missing, later_than=later_than
-        )
+        victims = choose_victims(self._candidates(only_clean=True), missing, later_than=later_than)
         if victims is None:
             return False
         for key in victims:
@@ -421,4 +421,4 @@ class ChunkStore:
         )
 
 
-__all__ = ["Chunk", "ChunkStore", "Kind", "StoreCounters", "memory_of"]
+__all__ = ["Chunk", "ChunkStore", "Kind", "StoreCounters"]

@@ -1,9 +1,10 @@
 """What one step did, as a forecast of what the next one will do. Pure.
 
-A trace is the sequence of chunks accessed in a step (the same chunk twice in a row counts once). The
-last step's sequence is the forecast; every access moves a cursor through it. When the program takes
-another way (an early exit, a dropped layer, an evaluation between steps) the cursor is set anew to the
-place whose recent past resembles ours most. A wrong forecast costs time, never a wrong value.
+A trace is the sequence of chunks accessed in a step (the same chunk twice in a row counts once).
+The last step's sequence is the forecast; every access moves a cursor through it. When the program
+takes another way (an early exit, a dropped layer, an evaluation between steps) the cursor is set
+anew to the place whose recent past resembles ours most. A wrong forecast costs time, never a
+wrong value.
 """
 
 from __future__ import annotations

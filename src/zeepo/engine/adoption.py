@@ -1,15 +1,17 @@
-"""Before a session: what is refused, how it is planned, and which tensors already alias parameters."""
+"""Before a session: what is refused, how it is planned, which tensors alias parameters already."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from zeepo.chunks.storages import address, num_users
 from zeepo.config import Options
 from zeepo.engine.regions import largest_region_bytes
 from zeepo.engine.tuning import tuning
@@ -45,7 +47,7 @@ def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimi
             _refuse_parameter(name, p)
             low = p.data_ptr()
             span = (low, low + p.numel() * p.element_size(), name)
-            ranges.setdefault(p.untyped_storage()._cdata, []).append(span)
+            ranges.setdefault(address(p.untyped_storage()), []).append(span)
         _refuse_overlap(ranges.values())
 
 
@@ -61,19 +63,19 @@ def _refuse_parameter(name: str, p: nn.Parameter) -> None:
         )
     if p.device.type != "cpu" or p.layout is not torch.strided:
         raise UnsupportedError(
-            f"{name} is on {p.device} with layout {p.layout}: this version manages dense parameters "
-            "on the CPU."
+            f"{name} is on {p.device} with layout {p.layout}: this version manages dense "
+            "parameters on the CPU."
         )
 
 
 def _refuse_overlap(ranges: Iterable[list[tuple[int, int, str]]]) -> None:
     for spans in ranges:
         spans.sort()
-        for (_, high, first), (low, top, second) in zip(spans, spans[1:], strict=False):
+        for (_, high, first), (low, top, second) in pairwise(spans):
             if low < high and top > low:
                 raise UnsupportedError(
-                    f"{first} and {second} are different parameters in the same memory. Tie them by "
-                    "using one nn.Parameter in both places."
+                    f"{first} and {second} are different parameters in the same memory. Tie them "
+                    "by using one nn.Parameter in both places."
                 )
 
 
@@ -97,14 +99,14 @@ def find_aliases(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Pa
     owners: dict[int, nn.Parameter] = {}
     for p in parameters:
         storage = p.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) > 2:
-            owners[storage._cdata] = p
+        if num_users(storage) > 2:
+            owners[address(storage)] = p
     if not owners:
         return []
     found = []
     for obj in gc.get_objects():
         if type(obj) is Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
-            owner = owners.get(obj.untyped_storage()._cdata)
+            owner = owners.get(address(obj.untyped_storage()))
             if owner is not None:
                 found.append((obj, owner))
     return found

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeepo.config import resolve_options
+from zeepo.engine.late import LateSession, live_optimizers
 from zeepo.engine.session import Session, models_and_optimizers
 from zeepo.errors import ConfigError, SessionError
 
@@ -29,9 +30,12 @@ def init(
     if _session is not None and not _session.is_closed:
         raise SessionError("zeepo.init: a session is open already. Close it first: zeepo.close().")
     models, optimizers = models_and_optimizers(model, optimizer)
+    if not models and optimizers:
+        raise ConfigError("zeepo.init got an optimizer without a model: give both, or neither.")
     if not models:
-        raise ConfigError("zeepo.init needs a model")
-    _session = Session(models, optimizers, resolved)
+        _session = LateSession(resolved)
+    else:
+        _session = Session(models, optimizers or live_optimizers(models), resolved)
     return _session
 
 

@@ -1,7 +1,8 @@
 """A whole tensor made of pieces that live in chunks of their own.
 
-The optimizer state of a large parameter is kept in pieces, so that an update needs one piece at a time.
-When the user reads such a state, the whole is assembled: a chunk whose lower "tier" is the pieces.
+The optimizer state of a large parameter is kept in pieces, so that an update needs one piece at a
+time. When the user reads such a state, the whole is assembled: a chunk whose lower "tier" is the
+pieces.
 """
 
 from __future__ import annotations

@@ -1,24 +1,27 @@
 """Leases for autograd's kernels.
 
 [Note: backward]
-A backward node computes with tensors it saved in forward, weights among them, and it does so in C++
-where nothing intercepts. So after each function that touched something managed we walk the nodes it
-created and put a pre-hook and a hook on those that saved a managed storage: the chunk is leased just
-before the node runs and released just after. Nodes that do not need the values (embedding, bias) cost
-nothing. Where another mechanism has packed what a node saved (activation checkpointing), we cannot see
-what it is and lease all the function touched.
+A backward node computes with tensors it saved in forward, weights among them, and it does so in
+C++ where nothing intercepts. So after each function that touched something managed we walk the
+nodes it created and put a pre-hook and a hook on those that saved a managed storage: the chunk is
+leased just before the node runs and released just after. Nodes that do not need the values
+(embedding, bias) cost nothing. Where another mechanism has packed what a node saved (activation
+checkpointing), we cannot see what it is and lease all the function touched.
 
-If a node raises, its hook never runs; such leases are given back at the next function outside backward.
+If a node raises, its hook never runs; such leases are given back at the next function outside
+backward.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeepo.chunks.storages import address
 from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.sabotage import sabotaged
 
@@ -44,7 +47,7 @@ class NodeLeases:
         if sabotaged("backward.lease"):
             for chunk in lease.chunks:
                 for _, storage in chunk.present():
-                    storage.fill_(0)
+                    ctypes.memset(storage.data_ptr(), 0, storage.nbytes())
 
     def leave(self, lease: _NodeLease) -> None:
         if lease in self._held:
@@ -119,7 +122,7 @@ def chunks_saved_by(
             data = getattr(item, "data", None)
             if isinstance(data, Tensor):
                 if data.layout is torch.strided:
-                    chunk = by_storage.get(data.untyped_storage()._cdata)
+                    chunk = by_storage.get(address(data.untyped_storage()))
                     if chunk is not None:
                         found[chunk.key] = chunk
             elif data is not None:

@@ -1,10 +1,12 @@
 """Gradients: from autograd into their slots, and back to whoever reads `p.grad`.
 
-Autograd leaves each new gradient on the parameter. `absorb` takes it from there: the first contribution
-is adopted as it is (no copy), a later one is added in place, the very operation autograd would have done.
-Between backward passes autograd's own field is empty, and `p.grad` is answered from the slot.
+Autograd leaves each new gradient on the parameter. `absorb` takes it from there: the first
+contribution is adopted as it is (no copy), a later one is added in place, the very operation
+autograd would have done. Between backward passes autograd's own field is empty, and `p.grad` is
+answered from the slot.
 
-Left on the parameter, as torch keeps them: sparse gradients, and those of `backward(create_graph=True)`.
+Left on the parameter, as torch keeps them: sparse gradients, and those of
+`backward(create_graph=True)`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zeepo.chunks.storages import is_exclusive, num_users
 from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import (
     Home,
@@ -28,20 +31,6 @@ from zeepo.engine.managed import (
     write_autograd_grad,
 )
 from zeepo.sabotage import sabotaged
-
-
-def is_exclusive(tensor: Tensor) -> bool:
-    """The tensor fills a storage that no other tensor uses, so the store may take it over."""
-    storage = tensor.untyped_storage()
-    return (
-        type(tensor) is Tensor
-        and tensor.storage_offset() == 0
-        and storage.nbytes() == tensor.numel() * tensor.element_size()
-        and torch.ops.aten.is_non_overlapping_and_dense(tensor)
-        and torch._C._storage_Use_Count(storage._cdata) == 2
-        and storage.device.type == "cpu"
-        and not storage.is_shared()
-    )
 
 
 class Gradients:
@@ -148,8 +137,8 @@ def forget(store: ChunkStore, tensor: Tensor) -> None:
     if home is None:
         return
     storage = storage_of(tensor)
-    # References: the caller's, ours and getrefcount's; storage users: tensor, plain, storage object.
-    is_held = sys.getrefcount(tensor) > 3 or torch._C._storage_Use_Count(storage._cdata) > 3
+    # References: the caller's, ours, getrefcount's. Users: tensor, plain, storage object.
+    is_held = sys.getrefcount(tensor) > 3 or num_users(storage) > 3
     if is_held:
         store.free_from_store(home.chunk, home.index)
         mark_ordinary(tensor)

@@ -1,7 +1,8 @@
 """Putting zeepo's step in the place of `optimizer.step`, on the one object.
 
-The replacement is a bound method made with torch's own hook wrapper, so step hooks fire once per step and
-LR schedulers, whether they were made before or after `init`, find what they expect to patch.
+The replacement is a bound method made with torch's own hook wrapper, so step hooks fire once per
+step and LR schedulers, whether they were made before or after `init`, find what they expect to
+patch.
 """
 
 from __future__ import annotations

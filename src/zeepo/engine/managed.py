@@ -1,12 +1,13 @@
 """Tensors whose bytes may be elsewhere: what the user holds while a session is open.
 
 [Note: managed tensors]
-`init` does not replace the user's parameters, it changes their class (`p.__class__`): the same objects,
-in the module, in the optimizer and in any list collected before, now pass every torch function that
-touches them through `__torch_function__`. There the chunk is leased for the length of the call. Gradients
-and optimizer states are managed tensors too, and so is every view of one, because a view shares the
-storage ([Note: storages] in chunks/chunk.py). What only looks at metadata (shape, dtype, hooks) is passed
-on without a lease. What would hand out the raw address keeps the chunk leased as long as it could be used.
+`init` does not replace the user's parameters, it changes their class (`p.__class__`): the same
+objects, in the module, in the optimizer and in any list collected before, now pass every torch
+function that touches them through `__torch_function__`. There the chunk is leased for the length
+of the call. Gradients and optimizer states are managed tensors too, and so is every view of one,
+because a view shares the storage ([Note: storages] in chunks/chunk.py). What only looks at
+metadata (shape, dtype, hooks) is passed on without a lease. What would hand out the raw address
+keeps the chunk leased as long as it could be used.
 
 The kernels of autograd do not call Python; `backward.py` leases for them.
 """
@@ -23,6 +24,7 @@ from zeepo.chunks.chunk import Chunk
 from zeepo.errors import UnsupportedError
 
 Function = Callable[..., Any]
+_TENSOR: Any = Tensor  # torch's stubs type attributes of the class as values of an instance
 plain_torch = torch._C.DisableTorchFunctionSubclass
 
 
@@ -94,7 +96,8 @@ def _dispatch(func: Function, args: Any, kwargs: Any) -> Any:
     if special is not None:
         return special(func, args, kwargs, managed)
     home = home_of(managed[0])
-    assert home is not None and home.manager is not None
+    assert home is not None
+    assert home.manager is not None
     return home.manager.run(func, args, kwargs, managed)
 
 
@@ -150,22 +153,22 @@ class _Intercepting:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as an ordinary tensor, so that plain PyTorch can load it."""
-        return ordinary_copy(self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+        copy: Any = ordinary_copy(self)  # type: ignore[arg-type]
+        return copy.__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        copy = ordinary_copy(self)  # type: ignore[arg-type]
-        return copy.__repr__(tensor_contents=tensor_contents) if tensor_contents else repr(copy)
+    def __repr__(self) -> str:
+        return repr(ordinary_copy(self))  # type: ignore[arg-type]
 
 
-class ManagedTensor(_Intercepting, Tensor):
+class ManagedTensor(_Intercepting, Tensor):  # type: ignore[misc]
     """A gradient, an optimizer state, or a view of something managed."""
 
 
-class ManagedParameter(_Intercepting, nn.Parameter):
+class ManagedParameter(_Intercepting, nn.Parameter):  # type: ignore[misc]
     """A parameter of the user's, while a session is open."""
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         home = home_of(self)
         if home is None or home.manager is None:
             return read_autograd_grad(self)
@@ -187,12 +190,13 @@ class ManagedParameter(_Intercepting, nn.Parameter):
 def read_autograd_grad(tensor: Tensor) -> Tensor | None:
     """The gradient that autograd itself keeps for a tensor."""
     with plain_torch():
-        return Tensor.grad.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+        grad: Tensor | None = _TENSOR.grad.__get__(tensor)
+        return grad
 
 
 def write_autograd_grad(tensor: Tensor, value: Tensor | None) -> None:
     with plain_torch():
-        Tensor.grad.__set__(tensor, value)  # type: ignore[attr-defined]
+        _TENSOR.grad.__set__(tensor, value)
 
 
 def ordinary_copy(tensor: Tensor) -> Tensor:
@@ -219,9 +223,9 @@ def mark_managed(tensor: Tensor, home: Home) -> None:
 def mark_ordinary(tensor: Tensor) -> None:
     tensor.__dict__.pop("_zeepo_home", None)
     if type(tensor) is ManagedParameter:
-        tensor.__class__ = nn.Parameter
+        tensor.__class__ = nn.Parameter  # type: ignore[assignment]
     elif type(tensor) is ManagedTensor:
-        tensor.__class__ = Tensor
+        tensor.__class__ = Tensor  # type: ignore[assignment]
 
 
 # -- functions with a meaning of their own ---------------------------------------------------------
@@ -230,7 +234,8 @@ def mark_ordinary(tensor: Tensor) -> None:
 def _raw_object(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
     """The result aliases the bytes outside torch: leased as long as it lives."""
     home = home_of(managed[0])
-    assert home is not None and home.manager is not None
+    assert home is not None
+    assert home.manager is not None
     result = home.manager.run(func, args, kwargs, managed)
     if result is NotImplemented:
         return result
@@ -241,7 +246,8 @@ def _raw_object(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -
 def _raw_address(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
     """An address or a storage cannot be followed: leased until the next optimizer step."""
     home = home_of(managed[0])
-    assert home is not None and home.manager is not None
+    assert home is not None
+    assert home.manager is not None
     home.manager.lease_until_step(home)
     return home.manager.run(func, args, kwargs, managed)
 
@@ -274,40 +280,123 @@ def _getters(*names: str) -> set[Function]:
 
 
 METADATA: set[Function] = _getters(
-    *"shape dtype device layout requires_grad is_leaf grad_fn ndim names output_nr _version itemsize".split(),
-    *"nbytes is_cpu is_cuda is_sparse is_mps is_meta is_quantized is_mkldnn is_nested is_xla".split(),
-    *"_backward_hooks retains_grad _post_accumulate_grad_hooks _base name volatile".split(),
+    *[
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "names",
+        "output_nr",
+        "_version",
+        "itemsize",
+    ],
+    *[
+        "nbytes",
+        "is_cpu",
+        "is_cuda",
+        "is_sparse",
+        "is_mps",
+        "is_meta",
+        "is_quantized",
+        "is_mkldnn",
+        "is_nested",
+        "is_xla",
+    ],
+    *[
+        "_backward_hooks",
+        "retains_grad",
+        "_post_accumulate_grad_hooks",
+        "_base",
+        "name",
+        "volatile",
+    ],
 )
 METADATA |= {
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
-    Tensor._post_accumulate_grad_hooks.__set__,  # type: ignore[attr-defined]
+    _TENSOR.requires_grad.__set__,
+    _TENSOR._backward_hooks.__set__,
+    _TENSOR._post_accumulate_grad_hooks.__set__,
 }
 METADATA |= {
     getattr(Tensor, name)
-    for name in (
-        "size stride dim numel nelement element_size is_contiguous is_floating_point is_complex "
-        "is_conj is_neg is_signed is_inference storage_offset get_device is_same_size __len__ "
-        "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad has_names "
-        "dim_order new_empty new_zeros new_ones new_full new_empty_strided is_shared is_pinned "
-        "sparse_dim dense_dim _is_view is_coalesced ndimension"
-    ).split()
+    for name in [
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_conj",
+        "is_neg",
+        "is_signed",
+        "is_inference",
+        "storage_offset",
+        "get_device",
+        "is_same_size",
+        "__len__",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "has_names",
+        "dim_order",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty_strided",
+        "is_shared",
+        "is_pinned",
+        "sparse_dim",
+        "dense_dim",
+        "_is_view",
+        "is_coalesced",
+        "ndimension",
+    ]
     if hasattr(Tensor, name)
 }
 METADATA |= {
     getattr(torch, name)
-    for name in (
-        "is_floating_point is_complex numel is_same_size result_type zeros_like ones_like empty_like "
-        "full_like rand_like randn_like randint_like is_signed is_conj is_neg is_inference get_device"
-    ).split()
+    for name in [
+        "is_floating_point",
+        "is_complex",
+        "numel",
+        "is_same_size",
+        "result_type",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "is_signed",
+        "is_conj",
+        "is_neg",
+        "is_inference",
+        "get_device",
+    ]
     if hasattr(torch, name)
 }
 
-SPECIAL: dict[Function, Callable[..., Any]] = {Tensor.data.__set__: _set_data}  # type: ignore[attr-defined]
-for _name in "numpy __array__".split():
+SPECIAL: dict[Function, Callable[..., Any]] = {_TENSOR.data.__set__: _set_data}
+for _name in ["numpy", "__array__"]:
     SPECIAL[getattr(Tensor, _name)] = _raw_object
-for _name in "data_ptr const_data_ptr untyped_storage storage _typed_storage __dlpack__".split():
+for _name in [
+    "data_ptr",
+    "const_data_ptr",
+    "untyped_storage",
+    "storage",
+    "_typed_storage",
+    "__dlpack__",
+]:
     if hasattr(Tensor, _name):
         SPECIAL[getattr(Tensor, _name)] = _raw_address
-for _name in "set_ resize_ resize_as_ share_memory_ __setstate__".split():
+for _name in ["set_", "resize_", "resize_as_", "share_memory_", "__setstate__"]:
     SPECIAL[getattr(Tensor, _name)] = _refuse

@@ -1,7 +1,7 @@
 """The manager: runs functions on managed tensors and knows every parameter's chunks.
 
-It answers what `managed.py` asks: run this with its chunks leased, hand out the gradient, replace the
-data. It owns the store and the table of storages; it knows nothing of optimizers or sessions.
+It answers what `managed.py` asks: run this with its chunks leased, hand out the gradient, replace
+the data. It owns the store and the table of storages; it knows nothing of optimizers or sessions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeepo.chunks.layout import Layout, pack
+from zeepo.chunks.storages import address, fills_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.engine.backward import NodeLeases, chunks_saved_by, new_nodes, tensors_in
 from zeepo.engine.gradients import Gradients
@@ -63,14 +64,14 @@ class Manager:
         return chunk
 
     def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> None:
-        if not _fills_its_storage(p):
+        if not fills_storage(p):
             p.data = p.data.clone(memory_format=torch.preserve_format)
         storage = p.untyped_storage()
         self.store.adopt(chunk, index, storage)
         home = Home(self, chunk, index, name, p.detach())
         home.parameter = p
         self.homes[id(p)] = home
-        self.by_storage[storage._cdata] = chunk
+        self.by_storage[address(storage)] = chunk
         mark_managed(p, home)
         self.gradients.absorb(home)
         self._watch_gradient(home)
@@ -82,7 +83,7 @@ class Manager:
             if tensor is home.plain:
                 continue
             storage = home.chunk.storages[home.index]
-            if storage is not None and storage._cdata == storage_of(tensor)._cdata:
+            if storage is not None and address(storage) == address(storage_of(tensor)):
                 mark_managed(tensor, home)
 
     def home(self, parameter: Tensor) -> Home | None:
@@ -116,7 +117,8 @@ class Manager:
                 self.gradients.absorb(target)
 
         with plain_torch():
-            self._hook_handles.append(p.register_post_accumulate_grad_hook(take_over))
+            handle = p.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
+            self._hook_handles.append(handle)
 
     # -- running functions ------------------------------------------------------------------------
 
@@ -156,10 +158,10 @@ class Manager:
                 self.node_leases.attach(node, saved)
 
     def _manage_alias(self, out: Tensor, homes: list[Home]) -> None:
-        address = out.untyped_storage()._cdata
+        where = address(out.untyped_storage())
         for home in homes:
             storage = home.chunk.storages[home.index]
-            if storage is not None and storage._cdata == address:
+            if storage is not None and address(storage) == where:
                 out.__class__ = ManagedTensor
                 out.__dict__["_zeepo_home"] = home
                 return
@@ -225,8 +227,8 @@ class Manager:
         if value.dtype != home.plain.dtype or value.numel() != home.plain.numel():
             raise UnsupportedError(
                 f"{home.name}.data: replacing {tuple(home.plain.shape)} {home.plain.dtype} by "
-                f"{tuple(value.shape)} {value.dtype} would change its size. Change the model before "
-                "zeepo.init, or close the session first."
+                f"{tuple(value.shape)} {value.dtype} would change its size. Change the model "
+                "before zeepo.init, or close the session first."
             )
         storage = home.chunk.storages[home.index]
         assert storage is not None
@@ -236,7 +238,8 @@ class Manager:
                 stride = torch.empty_like(value).stride()
                 alias = torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, stride)
                 alias.copy_(value)
-                Tensor.data.__set__(tensor, alias)  # type: ignore[attr-defined]
+                setter: Any = Tensor.data
+                setter.__set__(tensor, alias)
                 if home.parameter is tensor or home_of(tensor) is home:
                     home.plain = alias
                 self.store.mark_changed(home.chunk)
@@ -265,7 +268,7 @@ class Manager:
         self.by_storage.clear()
 
     def abandon(self) -> None:
-        """After an error: nothing is fetched any more, what is still managed becomes unreachable."""
+        """After an error: nothing is fetched any more, what is still managed is out of reach."""
         self.store.abandon()
         for home in self.homes.values():
             home.manager = None
@@ -284,14 +287,3 @@ class Manager:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _fills_its_storage(p: Tensor) -> bool:
-    """The parameter fills its storage, though others (views, buffers of the user's) may share it."""
-    storage = storage_of(p)
-    return (
-        p.storage_offset() == 0
-        and storage.nbytes() == p.numel() * p.element_size()
-        and bool(torch.ops.aten.is_non_overlapping_and_dense(p))
-        and not storage.is_shared()
-    )

@@ -1,8 +1,9 @@
 """Modules that must see ordinary parameters while they run.
 
-Two kinds of code look at a tensor's class and behave otherwise when it intercepts: `torch.compile`, and the
-fast paths of torch's transformer modules in evaluation. While such a module runs, all its parameters are
-leased and wear the ordinary class, and the backward nodes it made get their leases when it returns.
+Two kinds of code look at a tensor's class and behave otherwise when it intercepts:
+`torch.compile`, and the fast paths of torch's transformer modules in evaluation. While such a
+module runs, all its parameters are leased and wear the ordinary class, and the backward nodes it
+made get their leases when it returns.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Regions:
                     self._wrap_compiled(module)
         self._patch_torch()
 
-    # -- torch's fast paths -------------------------------------------------------------------------
+    # -- torch's fast paths ------------------------------------------
 
     def _before_fast_path(self, module: nn.Module, args: Any) -> None:
         if module.training or torch.compiler.is_compiling():
@@ -105,7 +106,7 @@ class Regions:
         if self._open and self._open[-1][0] is module:
             self._open.pop()[1].leave(result)
 
-    # -- torch.compile ------------------------------------------------------------------------------
+    # -- torch.compile ------------------------------------------
 
     def _run_compiled(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -142,14 +143,13 @@ class Regions:
         regions, original = self, torch.compile
 
         def compile_and_patch(*args: Any, **kwargs: Any) -> Any:
-            import torch._dynamo.eval_frame
 
             undo()
             regions._patch_compiled_modules()
             return original(*args, **kwargs)
 
         def undo() -> None:
-            torch.compile = original  # type: ignore[assignment]
+            torch.compile = original
 
         torch.compile = compile_and_patch
         self._undo.append(undo)
@@ -171,11 +171,11 @@ class Regions:
             original_compile(self, *args, **kwargs)
             regions._wrap_compiled(self)
 
-        OptimizedModule.__call__ = call
+        OptimizedModule.__call__ = call  # type: ignore[method-assign]
         nn.Module.compile = compile_in_place  # type: ignore[method-assign]
 
         def undo() -> None:
-            OptimizedModule.__call__ = original_call
+            OptimizedModule.__call__ = original_call  # type: ignore[method-assign]
             nn.Module.compile = original_compile  # type: ignore[method-assign]
 
         self._undo.append(undo)
@@ -183,5 +183,3 @@ class Regions:
     def remove(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-

@@ -51,9 +51,9 @@ class Session:
         self.plan = plan_session(self._models, self._optimizers, units, options)
         if self.plan.ram < self.plan.minimum_ram:
             raise BudgetError(
-                f"ram={format_bytes(self.plan.ram)} is {format_bytes(self.plan.minimum_ram - self.plan.ram)} "
-                f"too little: this session needs {format_bytes(self.plan.minimum_ram)} "
-                f"({self.plan.minimum_ram} bytes).\n{self.plan.explain()}"
+                f"ram={format_bytes(self.plan.ram)} is too little by "
+                f"{format_bytes(self.plan.minimum_ram - self.plan.ram)}: this session needs "
+                f"{format_bytes(self.plan.minimum_ram)} ({self.plan.minimum_ram} bytes).\n{self.plan.explain()}"
             )
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
@@ -121,10 +121,10 @@ class Session:
         """Parameters that came after init, with add_param_group."""
         for p in parameters:
             if self._manager.home(p) is None:
-                if not isinstance(p, nn.Parameter) or type(p) is not nn.Parameter:
+                if type(p) is not nn.Parameter:
                     raise UnsupportedError(
-                        f"an optimizer got a {type(p).__name__} of shape {tuple(p.shape)} after init: "
-                        "only nn.Parameter can be added while a session is open."
+                        f"an optimizer got a {type(p).__name__} of shape {tuple(p.shape)} after "
+                        "init: only nn.Parameter can be added while a session is open."
                     )
                 name = f"late{self._num_late_units}"
                 self._num_late_units += 1
@@ -142,9 +142,7 @@ class Session:
         return collect_stats(self._store, self._pool, self._disk)
 
     @contextlib.contextmanager
-    def gathered(
-        self, target: nn.Module | Tensor | Sequence[Tensor]
-    ) -> Iterator[list[Tensor]]:
+    def gathered(self, target: nn.Module | Tensor | Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Whole, resident values inside the block; what is changed in place is kept."""
         self._check_open("gathered")
         if isinstance(target, nn.Module):
@@ -192,7 +190,9 @@ class Session:
 
     def _check_open(self, what: str) -> None:
         if self._closed:
-            raise SessionError(f"session.{what}: the session is closed. Open another by zeepo.init.")
+            raise SessionError(
+                f"session.{what}: the session is closed. Open another by zeepo.init."
+            )
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -248,5 +248,3 @@ def models_and_optimizers(
         return models, []
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return models, optimizers
-
-

@@ -1,8 +1,9 @@
 """Optimizer state in slots: one STATE chunk per piece of a PARAM chunk and state name.
 
-The user's `optimizer.state[p]` stays the truth about which states there are. Tensors of the parameter's
-size are taken into the store and stand there as managed tensors; numbers and small tensors (`step`) stay
-as they are. What the user puts there by hand or by `load_state_dict` is taken in before the next update.
+The user's `optimizer.state[p]` stays the truth about which states there are. Tensors of the
+parameter's size are taken into the store and stand there as managed tensors; numbers and small
+tensors (`step`) stay as they are. What the user puts there by hand or by `load_state_dict` is
+taken in before the next update.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from zeepo.chunks.layout import Cut, cut_into_pieces, pack
+from zeepo.chunks.storages import address, is_exclusive, new_storage, take_memory
 from zeepo.chunks.store import Chunk, Kind
 from zeepo.engine.assembly import Part, PartsTier
-from zeepo.engine.gradients import forget, is_exclusive
+from zeepo.engine.gradients import forget
 from zeepo.engine.managed import Home, home_of, mark_managed, mark_ordinary, plain_torch
 from zeepo.engine.manager import Manager
 
@@ -73,7 +75,7 @@ class States:
             and not value.requires_grad
         )
 
-    # -- taking in --------------------------------------------------------------------------------
+    # -- taking in ------------------------------------------
 
     def take_in_all(self, home: Home, visible: dict[str, Any]) -> None:
         """Take in what stands in `optimizer.state[p]` and is not ours yet; drop what left it."""
@@ -109,7 +111,7 @@ class States:
         storage = value.untyped_storage()
         self._store.drop(chunk, index)
         self._store.adopt(chunk, index, storage)
-        self._manager.by_storage[storage._cdata] = chunk
+        self._manager.by_storage[address(storage)] = chunk
         label = f"{home.name}.{name}"
         if cut.numel == home.plain.numel():
             state_home = Home(self._manager, chunk, index, label, value.detach())
@@ -121,7 +123,9 @@ class States:
         key = (home.chunk.key, piece.number, name)
         if key not in self._chunks:
             slots = home.chunk.layout.slots
-            layout = pack([(f"{slots[c.tensor].name}.{name}", c.numel * dtype.itemsize) for c in piece.cuts])
+            layout = pack(
+                [(f"{slots[c.tensor].name}.{name}", c.numel * dtype.itemsize) for c in piece.cuts]
+            )
             label = f"{home.chunk.label}.{self._label}.{name}"
             if piece.number:
                 label += f"[{piece.number}]"
@@ -129,7 +133,7 @@ class States:
             self._dtypes[key] = dtype
         return self._chunks[key]
 
-    # -- parts of a large parameter -----------------------------------------------------------------
+    # -- parts of a large parameter ------------------------------------------
 
     def part(self, home: Home, name: str, piece: Piece, cut: Cut) -> Tensor | None:
         """A flat ordinary tensor over a cut's state (chunk leased); None if there is none."""
@@ -163,12 +167,12 @@ class States:
         )
         with plain_torch():
             shell = torch.empty(0, dtype=dtype)
-            storage = torch.UntypedStorage(0)
+            storage = new_storage(0)
             value = shell.set_(storage, 0, home.plain.shape, home.plain.stride())
             storage = value.untyped_storage()
-        storage._swap_data_ptr_(torch.UntypedStorage(0))  # type: ignore[attr-defined]
+        take_memory(storage)
         self._store.attach_lower(chunk, 0, storage)
-        self._manager.by_storage[storage._cdata] = chunk
+        self._manager.by_storage[address(storage)] = chunk
         mark_managed(value, Home(self._manager, chunk, 0, label, value.detach()))
         self._visible[key] = value
         return value
@@ -180,7 +184,7 @@ class States:
             if key == chunk.key and home is not None and isinstance(home.chunk.home, PartsTier):
                 self._store.evict(home.chunk)
 
-    # -- letting go ---------------------------------------------------------------------------------
+    # -- letting go ------------------------------------------
 
     def _forget(self, key: tuple[int, int, str], home: Home) -> None:
         tensor = self._visible.pop(key, None)
@@ -214,7 +218,7 @@ def _cuts_of(piece: Piece, slot: int) -> list[Cut]:
 def _flat(value: Tensor, home: Home) -> Tensor:
     """The elements in the order in which the parameter has them in memory."""
     if value.stride() != home.plain.stride():
-        value = torch.empty_strided(
-            home.plain.shape, home.plain.stride(), dtype=value.dtype
-        ).copy_(value)
+        value = torch.empty_strided(home.plain.shape, home.plain.stride(), dtype=value.dtype).copy_(
+            value
+        )
     return value.as_strided((value.numel(),), (1,))

@@ -4,8 +4,9 @@
 
 1. the user's step pre-hooks, then the closure if one was given (both by torch's own code);
 2. collect which parameters have a gradient, by chunk, and which do not fit that scheme;
-3. for each chunk, in the order the next forward needs them: lease parameters, gradients and states of
-   one piece after the other, run the user's optimizer on them ([optim/shadow]), note what changed;
+3. for each chunk, in the order the next forward needs them: lease parameters, gradients and
+   states of one piece after the other, run the user's optimizer on them ([optim/shadow]), note
+   what changed;
 4. the trace of this step becomes the forecast of the next; the user's step post-hooks.
 """
 
@@ -215,9 +216,9 @@ class OptimizerStep:
         visible = self._entry(home)
         for name, value in new.items():
             if value is part.state.get(name) and value is not None:
-                if home_of(visible.get(name)) is None and part.is_last:
-                    if not sabotaged("state.small"):
-                        visible[name] = value
+                is_small = home_of(visible.get(name)) is None
+                if is_small and part.is_last and not sabotaged("state.small"):
+                    visible[name] = value
                 continue
             is_large = isinstance(value, Tensor) and value.numel() == part.cut.numel > 1
             if is_large and value.layout is torch.strided:

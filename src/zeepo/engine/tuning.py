@@ -1,7 +1,7 @@
 """Settings that may cost time or memory but never change a number.
 
-Not options of `init`: `zeepo verify` and the tests turn them to find which mechanism is to blame, and to
-make small models exercise what only large ones would.
+Not options of `init`: `zeepo verify` and the tests turn them to find which mechanism is to blame,
+and to make small models exercise what only large ones would.
 """
 
 from __future__ import annotations

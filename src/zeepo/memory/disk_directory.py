@@ -1,8 +1,8 @@
 """One directory of the disk tier: its scratch folder, its file, and the room in it.
 
 Invariant: after the constructor either everything is open and the leftovers of dead sessions are
-gone, or nothing of ours is left in the directory. Direct I/O is used when the file system takes it;
-`is_direct` says so.
+gone, or nothing of ours is left in the directory. Direct I/O is used when the file system takes
+it; `is_direct` says so.
 """
 
 import time

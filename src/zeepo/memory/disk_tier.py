@@ -1,9 +1,9 @@
 """The tier on disk: extents striped over one scratch file per directory.
 
-Invariant: an extent's blocks keep their places from `allocate` until `free` has taken effect, every
-byte read has been checked against the checksum of its last write (kept in RAM), and the files take
-no more than `limit_bytes` on disk. How requests are ordered is `transfers`' work, which block lies
-where `striping`'s, how blocks move and are checked `block_io`'s.
+Invariant: an extent's blocks keep their places from `allocate` until `free` has taken effect,
+every byte read has been checked against the checksum of its last write (kept in RAM), and the
+files take no more than `limit_bytes` on disk. How requests are ordered is `transfers`' work,
+which block lies where `striping`'s, how blocks move and are checked `block_io`'s.
 
 The scratch folders vanish at `close`, when the tier is garbage, and at interpreter exit; a killed
 process's are removed by the next session that uses the directory.

@@ -1,9 +1,9 @@
 """Reusable buffers, each one anonymous mapping, all of them counted in a ledger.
 
-Invariant: every mapped byte is in the ledger from before it is mapped until the pool lets go of it:
-under the holder's tag while acquired, under "idle buffers" in between. An acquired buffer has one
-holder; after `release()` its handle refuses every use, because the memory may have a new holder.
-A reused buffer still contains what its last holder left there.
+Invariant: every mapped byte is in the ledger from before it is mapped until the pool lets go of
+it: under the holder's tag while acquired, under "idle buffers" in between. An acquired buffer has
+one holder; after `release()` its handle refuses every use, because the memory may have a new
+holder. A reused buffer still contains what its last holder left there.
 """
 
 import threading

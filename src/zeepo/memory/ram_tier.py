@@ -1,7 +1,7 @@
 """The tier whose extents are buffers of a pool: the same promises as disk, moved by memory copies.
 
-Invariant: an extent's bytes are in the pool's ledger from `allocate` until `free` has taken effect.
-No checksums: this is the memory everything else is trusted to live in.
+Invariant: an extent's bytes are in the pool's ledger from `allocate` until `free` has taken
+effect. No checksums: this is the memory everything else is trusted to live in.
 """
 
 import ctypes

@@ -1,10 +1,10 @@
 """The folder a session keeps on a disk, and what earlier sessions left behind.
 
 `zeepo-scratch-<pid>-<random>/` holds `lock` (flocked for the session's life), `owner.json` (pid,
-start time, host) and `chunks.bin`. Invariant: a folder is removed only by the process that made it,
-or by one that holds its lock, which nobody can while the maker (or a child it forked) lives.
-A folder with any other name, without our owner file, or with a file we do not know, is left alone;
-symbolic links are never followed.
+start time, host) and `chunks.bin`. Invariant: a folder is removed only by the process that made
+it, or by one that holds its lock, which nobody can while the maker (or a child it forked) lives.
+A folder with any other name, without our owner file, or with a file we do not know, is left
+alone; symbolic links are never followed.
 """
 
 import contextlib

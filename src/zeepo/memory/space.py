@@ -1,9 +1,9 @@
 """Which bytes of one scratch file are in use: pure bookkeeping.
 
-Freed ranges are either *backed* (the file system still holds blocks for them: fast to write again)
-or *holes* (given back to the file system). Invariant: used ranges, backed ranges and holes never
-overlap and together cover [0, end). `backed_bytes + used_bytes` bounds what the file takes on disk;
-since the file is sparse, fragmentation costs addresses and no space.
+Freed ranges are either *backed* (the file system still holds blocks for them: fast to write
+again) or *holes* (given back to the file system). Invariant: used ranges, backed ranges and holes
+never overlap and together cover [0, end). `backed_bytes + used_bytes` bounds what the file takes
+on disk; since the file is sparse, fragmentation costs addresses and no space.
 """
 
 import bisect

@@ -1,10 +1,11 @@
 """Which part of which transfer runs next, and the threads that run it.
 
-Invariant: within a lane (one per extent) requests take effect in submission order: a shared request
-(read) starts after the last exclusive one (write) before it is done, an exclusive one after
-everything before it. No thread ever waits for another request: a blocked request is simply not in
-the queue yet, so any number of requests is safe with any number of threads. Among runnable parts
-the oldest request's go first. A request's future is done only when none of its parts runs any more.
+Invariant: within a lane (one per extent) requests take effect in submission order: a shared
+request (read) starts after the last exclusive one (write) before it is done, an exclusive one
+after everything before it. No thread ever waits for another request: a blocked request is simply
+not in the queue yet, so any number of requests is safe with any number of threads. Among runnable
+parts the oldest request's go first. A request's future is done only when none of its parts runs
+any more.
 
 The threads call only what they are handed; nothing that is handed to them calls torch.
 """

@@ -1,8 +1,9 @@
 """Running the user's own optimizer on a part of its parameters.
 
-A shadow is an object of the same class with a copy of the optimizer's attributes, whose parameter groups
-and state hold only the tensors of one chunk. Its raw `step` (without the user's step hooks, which fire
-once per step and not once per chunk) therefore computes exactly what the real one would have.
+A shadow is an object of the same class with a copy of the optimizer's attributes, whose parameter
+groups and state hold only the tensors of one chunk. Its raw `step` (without the user's step
+hooks, which fire once per step and not once per chunk) therefore computes exactly what the real
+one would have.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The plan: what must be in RAM at once, what stays there, and the least budget that works. Pure.
 
-The least budget has two parts. The managed part is the ledger's: the largest working set of one function
-(its chunks), of a backward node that recomputes others, and of one piece of an update. The reserve is what
-torch itself needs beside it; until activations are measured it is an estimate without them.
+The least budget has two parts. The managed part is the ledger's: the largest working set of one
+function (its chunks), of a backward node that recomputes others, and of one piece of an update.
+The reserve is what torch itself needs beside it; until activations are measured it is an estimate
+without them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Plan:
     staging_bytes: int
     piece_bytes: int
     region_bytes: int = 0
-    """Largest module that has to be whole while it runs (compiled, or one of torch's fast paths)."""
+    """Largest module that has to be whole while it runs (compiled, or a fast path of torch's)."""
 
     @property
     def num_units(self) -> int:

@@ -1,8 +1,8 @@
 """Finding units: the modules whose parameters move together. No I/O; reads shapes only.
 
-A unit is the largest module that is small enough and holds no list of repeated blocks; what a larger
-module owns directly is a unit of its own, and so is any parameter larger than the limit. A parameter
-belongs to the first unit that reaches it (tied weights have one home).
+A unit is the largest module that is small enough and holds no list of repeated blocks; what a
+larger module owns directly is a unit of its own, and so is any parameter larger than the limit. A
+parameter belongs to the first unit that reaches it (tied weights have one home).
 """
 
 from __future__ import annotations
