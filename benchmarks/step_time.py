@@ -116,7 +116,8 @@ def main() -> None:
     for name, result in results.items():
         print(
             f"{name:>5}: plain {result['plain_median']:.2f} s, "
-            f"zeepo {result['zeepo_median']:.2f} s, ratio {result['ratio']:.3f}, bit-equal {result['losses_bit_equal']}"
+            f"zeepo {result['zeepo_median']:.2f} s, "
+            f"ratio {result['ratio']:.3f}, bit-equal {result['losses_bit_equal']}"
         )
     path = Path(args.result or Path(__file__).parent / "results" / "step_time.json")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,13 @@ ActivationPlacement = Literal["auto", "device", "ram", "disk", "recompute"]
 
 VARIABLE_PREFIX = "ZEEPO_"
 
-INTERNAL_VARIABLES = ("ZEEPO_VERIFY",)
-"""Variables zeepo's own commands set for the programs they start; not options of `init`."""
+INTERNAL_VARIABLES = (
+    "ZEEPO_VERIFY",
+    "ZEEPO_TUNING_PREFETCH",
+    "ZEEPO_TUNING_PIECE_BYTES",
+    "ZEEPO_TUNING_SPLIT_UNITS",
+)
+"""Variables of zeepo's own commands and tests (engine/tuning.py); not options of `init`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -284,7 +284,8 @@ def backward_inputs(start: Start) -> Observations:
     with start(model, optimizer):
         for step in range(6):
             loss = perceptron_loss(model, step)
-            chosen = [*model.middle[step % 5].parameters(), model.last.weight]
+            skipped = set(model.middle[step % 5].parameters())
+            chosen = [p for p in model.parameters() if p not in skipped]
             loss.backward(inputs=chosen)
             yield "without gradient", [n for n, p in model.named_parameters() if p.grad is None]
             optimizer.step()
@@ -307,7 +308,7 @@ def penalty_over_all_parameters(start: Start) -> Observations:
             yield "loss", loss
 
 
-@case("penalty_over_concatenation")
+@case("penalty_over_concatenation", whole=True)
 def penalty_over_concatenation(start: Start) -> Observations:
     """All parameters as one vector, made by the user with torch.cat."""
     model = Perceptron()

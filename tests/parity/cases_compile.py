@@ -10,7 +10,7 @@ from .models import LanguageModel, Perceptron, tokens, train
 FEW = ("disk", "params_ram")  # compiling takes longer than training
 
 
-@case("compile_aot_eager_before_init", compiles=True, placements=FEW)
+@case("compile_aot_eager_before_init", compiles=True, whole=True, placements=FEW)
 def compile_aot_eager_before_init(start: Start) -> Observations:
     """Compiled before init; the session gets the model inside."""
     model = Perceptron()
@@ -20,7 +20,7 @@ def compile_aot_eager_before_init(start: Start) -> Observations:
         yield from train(compiled, optimizer, range(6))
 
 
-@case("compile_aot_eager_after_init", compiles=True, placements=FEW)
+@case("compile_aot_eager_after_init", compiles=True, whole=True, placements=FEW)
 def compile_aot_eager_after_init(start: Start) -> Observations:
     """Compiled inside the session, with eval between the steps."""
     model = LanguageModel(depth=2, head="tied")
@@ -62,7 +62,7 @@ def compile_per_block(start: Start) -> Observations:
             yield "loss", loss
 
 
-@case("compile_inductor", compiles=True, slow=True, placements=("disk",))
+@case("compile_inductor", compiles=True, whole=True, slow=True, placements=("disk",))
 def compile_inductor(start: Start) -> Observations:
     """The default backend, which writes and builds C++."""
     model = Perceptron()

@@ -127,21 +127,23 @@ class Stack(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        recurrent: dict[str, nn.Module] = {
-            "lstm": nn.LSTM(HIDDEN, 23, num_layers=2, batch_first=True, dropout=0.1),
-            "lstm_projected": nn.LSTM(HIDDEN, 29, 2, batch_first=True, proj_size=23),
-            "gru": nn.GRU(HIDDEN, 23, num_layers=2, batch_first=True),
-            "rnn": nn.RNN(HIDDEN, 23, num_layers=2, batch_first=True),
+        makers: dict[str, Callable[[], nn.Module]] = {
+            "lstm": lambda: nn.LSTM(23, 23, num_layers=2, batch_first=True, dropout=0.1),
+            "lstm_projected": lambda: nn.LSTM(23, 29, 2, batch_first=True, proj_size=23),
+            "gru": lambda: nn.GRU(23, 23, num_layers=2, batch_first=True),
+            "rnn": lambda: nn.RNN(23, 23, num_layers=2, batch_first=True),
         }
-        self.first = nn.Linear(INPUTS, HIDDEN)
-        self.recurrent = recurrent[kind]
+        self.first = nn.Linear(INPUTS, 23)
+        self.recurrent = nn.ModuleList(makers[kind]() for _ in range(5))
         self.backwards = nn.GRU(23, 12, batch_first=True, bidirectional=True)
         self.last = nn.Linear(24, OUTPUTS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run along the sequence both ways."""
         x = torch.tanh(self.first(x))
-        return self.last(self.backwards(self.recurrent(x)[0])[0])
+        for layer in self.recurrent:
+            x = layer(x)[0]
+        return self.last(self.backwards(x)[0])
 
 
 def _register_recurrent() -> None:
@@ -192,6 +194,7 @@ class Grouped(nn.Module):
             nn.Conv2d(3, 18, 3, padding=1),
             nn.BatchNorm2d(18),
             nn.ReLU(),
+            *(nn.Conv2d(18, 18, 3, padding=1) for _ in range(4)),
             nn.Conv2d(18, 27, 3, groups=9, stride=2, bias=False),
             nn.GroupNorm(3, 27),
             nn.PReLU(27),
@@ -283,7 +286,7 @@ class Words(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN, sparse=sparse)
         self.bag = nn.EmbeddingBag(VOCAB, HIDDEN, mode="sum", sparse=sparse)
-        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(7))
         self.last = nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

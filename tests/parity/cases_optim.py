@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from .harness import Observations, Start, case
+from .harness import USUAL, Observations, Start, case
 from .models import LanguageModel, Perceptron, perceptron_loss, tokens, train, train_language
 
 ELEMENTWISE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -50,7 +50,7 @@ def _register_elementwise() -> None:
             ways["fused"] = {"fused": True}
         for way, choice in ways.items():
 
-            @case(f"optimizer_{name}_{way}")
+            @case(f"optimizer_{name}_{way}", placements=(*USUAL, "pieces"))
             def program(
                 start: Start,
                 kind: type[torch.optim.Optimizer] = kind,
@@ -71,7 +71,7 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            [nn.Linear(11, 523), nn.Linear(523, 311), nn.Linear(311, 203), nn.Linear(203, 7)]
+            nn.Linear(11 if number == 0 else 301, 7 if number == 6 else 301) for number in range(7)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _register_wide() -> None:
     }
     for name, (kind, options) in kinds.items():
 
-        @case(f"wide_parameters_{name}")
+        @case(f"wide_parameters_{name}", placements=(*USUAL, "pieces"))
         def program(
             start: Start,
             kind: type[torch.optim.Optimizer] = kind,

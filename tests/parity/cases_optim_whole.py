@@ -129,7 +129,7 @@ def _register_written() -> None:
         def program(
             start: Start, kind: Callable[[Any], torch.optim.Optimizer] = kind
         ) -> Observations:
-            model = LanguageModel(head="tied")
+            model = LanguageModel(depth=6, head="tied")
             optimizer = kind(model.parameters())
             with start(model, optimizer):
                 for step in range(6):

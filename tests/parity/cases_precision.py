@@ -135,8 +135,14 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(INPUTS, HIDDEN)
-        self.narrow = nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)
-        self.broad = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        self.narrow = nn.ModuleList(
+            nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16) for _ in range(5)
+        )
+        self.broad = nn.Sequential(
+            nn.Linear(HIDDEN, 31, dtype=torch.float64),
+            nn.Linear(31, HIDDEN, dtype=torch.float64),
+        )
+        self.middle = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(5))
         self.gain = nn.Parameter(torch.ones(HIDDEN, dtype=torch.bfloat16))
         self.shift = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.float64))
         self.register_buffer("table", torch.arange(HIDDEN, dtype=torch.int16))
@@ -145,7 +151,9 @@ class Mixed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Convert between them."""
         x = torch.tanh(self.first(x))
-        x = torch.tanh(self.narrow(x.bfloat16()) * self.gain)
+        for narrow, middle in zip(self.narrow, self.middle, strict=True):
+            x = torch.tanh(narrow(x.bfloat16()) * self.gain)
+            x = torch.tanh(middle(x.float()))
         x = torch.tanh(self.broad(x.double()) + self.shift)
         return self.last(x.float() + self.table)
 

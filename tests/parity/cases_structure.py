@@ -163,9 +163,9 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linears = nn.ModuleList(
-            nn.Linear(INPUTS if i == 0 else HIDDEN, HIDDEN) for i in range(4)
+            nn.Linear(INPUTS if i == 0 else HIDDEN, HIDDEN) for i in range(7)
         )
-        self.norms = nn.ModuleList(nn.BatchNorm1d(HIDDEN) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(HIDDEN) for _ in range(7))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(HIDDEN))
         self.register_buffer("scratch", torch.ones(HIDDEN), persistent=False)
@@ -201,7 +201,7 @@ def buffers(start: Start) -> Observations:
 class Adapter(nn.Module):
     """LoRA: a frozen layer and a low-rank correction that learns."""
 
-    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+    def __init__(self, base: nn.Linear, rank: int = 26) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
@@ -252,13 +252,13 @@ class Containers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(INPUTS, HIDDEN)
-        self.weights = nn.ParameterList(torch.randn(HIDDEN, HIDDEN) / 7 for _ in range(4))
+        self.weights = nn.ParameterList(torch.randn(HIDDEN, HIDDEN) / 7 for _ in range(2))
         self.shifts = nn.ParameterDict({"a": torch.zeros(HIDDEN), "b": torch.ones(HIDDEN)})
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.empty = nn.Parameter(torch.zeros(0))
         self.empty_matrix = nn.Parameter(torch.zeros(0, 5))
         self.one = nn.Parameter(torch.full((1,), 0.1))
-        self.layers = nn.ModuleDict({n: nn.Linear(HIDDEN, HIDDEN) for n in "xyz"})
+        self.layers = nn.ModuleDict({n: nn.Linear(HIDDEN, HIDDEN) for n in "stuvwxyz"})
         self.last = nn.Linear(HIDDEN, OUTPUTS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

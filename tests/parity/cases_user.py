@@ -325,7 +325,7 @@ def functional_call(start: Start) -> Observations:
             yield "loss", loss
 
 
-@case("per_sample_gradients")
+@case("per_sample_gradients", whole=True)
 def per_sample_gradients(start: Start) -> Observations:
     """vmap of grad of functional_call: the squared gradient of every sample."""
     model = Perceptron()

@@ -32,12 +32,17 @@ Observations = Iterator[tuple[str, Any]]
 Program = Callable[[Start], Observations]
 
 AMPLE_RAM = "1GiB"
+PAGE_BYTES = 4096
 PLACEMENTS: dict[str, dict[str, str]] = {
     "disk": {"params": "disk", "grads": "disk", "optimizer_state": "disk"},
     "params_ram": {"params": "ram", "grads": "disk", "optimizer_state": "disk"},
     "grads_ram": {"params": "disk", "grads": "ram", "optimizer_state": "disk"},
     "ram": {"params": "ram", "grads": "ram", "optimizer_state": "ram"},
+    "pieces": {"params": "disk", "grads": "disk", "optimizer_state": "disk"},
 }
+TUNING: dict[str, dict[str, Any]] = {"pieces": {"piece_bytes": 3000}}
+"""Engine settings that come with a placement: `pieces` cuts every update into small parts."""
+USUAL = ("disk", "params_ram", "grads_ram", "ram")
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,9 @@ class Case:
     program: Program
     slow: bool = False
     compiles: bool = False
-    placements: tuple[str, ...] = tuple(PLACEMENTS)
+    whole: bool = False
+    """One call needs every parameter at once, which no plan can know: ram for them is added."""
+    placements: tuple[str, ...] = USUAL
 
 
 CASES: dict[str, Case] = {}
@@ -115,13 +122,19 @@ def expected_record(name: str) -> Record:
     return run_plain(CASES[name])
 
 
-def _minimum_ram(models: Models, optimizers: Optimizers, options: Mapping[str, Any]) -> int:
+def _minimum_ram(
+    case_: Case, models: Models, optimizers: Optimizers, options: Mapping[str, Any]
+) -> int:
     """The least ram the plan for these objects accepts."""
     import zeepo
 
+    extra = 0
+    if case_.whole:
+        parameters = {p for model in as_list(models) for p in model.parameters()}
+        extra = sum(p.numel() * p.element_size() + PAGE_BYTES for p in parameters)
     session = zeepo.init(models, optimizers, **{**options, "ram": AMPLE_RAM})
     try:
-        return int(session.plan.minimum_ram)
+        return int(session.plan.minimum_ram) + extra
     finally:
         session.close()
 
@@ -132,7 +145,7 @@ def probe_minimum_ram(case_: Case, options: Mapping[str, Any]) -> int:
 
     @contextmanager
     def start(models: Models, optimizers: Optimizers) -> Iterator[None]:
-        found.append(_minimum_ram(models, optimizers, options))
+        found.append(_minimum_ram(case_, models, optimizers, options))
         raise _Probed
         yield
 
@@ -158,7 +171,7 @@ def run_zeepo(case_: Case, ram_bytes: int, options: Mapping[str, Any]) -> Record
     def start(models: Models, optimizers: Optimizers) -> Iterator[None]:
         held, steppers = as_list(models), as_list(optimizers)
         again = bool(record.after_close)
-        ram = _minimum_ram(models, optimizers, options) if again else ram_bytes
+        ram = _minimum_ram(case_, models, optimizers, options) if again else ram_bytes
         session = zeepo.init(models, optimizers, **{**options, "ram": ram})
         try:
             yield
@@ -210,9 +223,12 @@ def check(
     began = time.perf_counter()
     expected = expected_record(case_.name)
     chosen = {**PLACEMENTS[placement], "disk": str(scratch), **(options or {})}
-    ram_bytes = int(probe_minimum_ram(case_, chosen) * ram_scale)
-    gc.collect()
-    actual = run_zeepo(case_, ram_bytes, chosen)
+    from zeepo.engine.tuning import tuned
+
+    with tuned(**TUNING.get(placement, {})):
+        ram_bytes = int(probe_minimum_ram(case_, chosen) * ram_scale)
+        gc.collect()
+        actual = run_zeepo(case_, ram_bytes, chosen)
     return Report(
         program=case_.name,
         placement=placement,

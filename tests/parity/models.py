@@ -1,7 +1,9 @@
 """Small models of odd sizes, and the data they train on.
 
 Each has at least four layers, so that a buffer is reused while an earlier layer's graph still needs
-its old contents. Data comes from its own generators: the global random state stays untouched.
+its old contents, and layers of like size, so that the least ram does not hold them all (a 61 x 61
+layer almost fills four pages). Data comes from its own generators: the global random state stays
+untouched.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 VOCAB = 101
 WIDTH = 39
 HEADS = 3
-INPUTS, HIDDEN, OUTPUTS = 11, 37, 7
+INPUTS, HIDDEN, OUTPUTS = 11, 61, 7
 
 
 def tokens(step: int, rows: int = 2, length: int = 7) -> tuple[torch.Tensor, torch.Tensor]:

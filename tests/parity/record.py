@@ -172,18 +172,16 @@ def _detail(expected: Value, actual: Value) -> str | None:
 def _first(
     phase: str, expected: Iterable[tuple[str, Value]], actual: Iterable[tuple[str, Value]]
 ) -> Difference | None:
-    """The first difference between two named sequences of values."""
-    left, right = list(expected), list(actual)
-    for (name, value), (other, got) in zip(left, right, strict=False):
-        if name != other:
-            return Difference(phase, name, f"found {other} in its place")
-        detail = _detail(value, got)
+    """The first difference between two named sets of values, in the order of the expected ones."""
+    left, right = dict(expected), dict(actual)
+    for name, value in left.items():
+        got = right.get(name)
+        detail = "is missing" if got is None else _detail(value, got)
         if detail is not None:
             return Difference(phase, name, detail)
-    if len(left) != len(right):
-        longer = left if len(left) > len(right) else right
-        which = "is missing" if longer is left else "was not expected"
-        return Difference(phase, longer[min(len(left), len(right))][0], which)
+    for name in right:
+        if name not in left:
+            return Difference(phase, name, "was not expected")
     return None
 
 

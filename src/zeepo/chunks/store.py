@@ -13,42 +13,30 @@ Who goes is decided by `eviction`, what comes early by `trace`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 
+from zeepo.chunks.accounts import StoreCounters, no_room_message
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.eviction import Candidate, choose_victims
 from zeepo.chunks.layout import Layout
+from zeepo.chunks.losses import give_up, named
 from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.chunks.trace import Trace
-from zeepo.errors import BudgetError, InternalError
+from zeepo.errors import BudgetError, DiskError, InternalError
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
-from zeepo.units import format_bytes
 
 PAGE_BYTES = 4096
 LOOKAHEAD_CHUNKS = 24
 PRESSURE = 0.5
 """Above this share of the budget, changed chunks are written before their room is needed."""
-
-
-@dataclass
-class StoreCounters:
-    """What the store did since it was made."""
-
-    num_fetches: int = 0
-    num_prefetches: int = 0
-    num_evictions: int = 0
-    num_writes: int = 0
-    bytes_fetched: int = 0
-    bytes_evicted: int = 0
-    seconds_waited: float = 0.0
 
 
 class ChunkStore:
@@ -63,6 +51,9 @@ class ChunkStore:
         self._chunks: dict[int, Chunk] = {}
         self._lock = threading.RLock()
         self._next_key = 0
+        self._is_closing = False
+        self.lost: list[tuple[str, Exception]] = []
+        """While closing: slots whose bytes could not be brought back, and why."""
 
     # -- chunks -----------------------------------------------------------------------------------
 
@@ -90,6 +81,7 @@ class ChunkStore:
                 raise InternalError(f"{chunk.label}: the slot of {slot.name} is taken")
             self.lease([chunk])
             try:
+                self._take_idle_buffer(chunk)
                 if chunk.buffer is not None:
                     self._settle(chunk)
                     chunk.move_into_buffer(index, storage)
@@ -101,6 +93,14 @@ class ChunkStore:
                 chunk.version += 1
             finally:
                 self.release([chunk])
+
+    def _take_idle_buffer(self, chunk: Chunk) -> None:
+        """Rather than unmap an idle buffer for new memory, copy the new content into it."""
+        nbytes = chunk.layout.nbytes
+        if chunk.home is None or not chunk.is_empty or self.ledger.can_reserve(nbytes):
+            return
+        if self.pool.has_idle(nbytes):
+            chunk.buffer = self.pool.acquire(nbytes, chunk.kind.value)
 
     def attach_lower(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
         """Give an empty chunk a slot whose bytes its home tier holds already."""
@@ -120,8 +120,9 @@ class ChunkStore:
         with self._lock:
             if chunk.storages[index] is None:
                 return
-            self._settle(chunk)
-            self._finish_fetch(chunk)
+            self._end_write(chunk)
+            with contextlib.suppress(DiskError):  # nobody will ask for it
+                self._finish_fetch(chunk)
             chunk.clear_slot(index)
             chunk.storages[index] = None
             if chunk.is_empty:
@@ -135,9 +136,15 @@ class ChunkStore:
             storage = chunk.storages[index]
             if storage is None:
                 return
-            self.lease([chunk])
             try:
-                self._settle(chunk)
+                self.lease([chunk])
+            except (DiskError, InternalError) as error:
+                if not self._is_closing:
+                    raise
+                self.lost += [(name, error) for name in give_up(chunk)]
+                return
+            try:
+                self._end_write(chunk)
                 if index in chunk.own_memory:
                     chunk.own_memory.pop(index).release()
                 elif storage.nbytes() and not chunk.raw_holds:
@@ -167,22 +174,27 @@ class ChunkStore:
                     self._start_fetch(chunk)
                 for chunk in chunks:
                     self._finish_fetch(chunk)
+                is_new = [self.trace.access(c.key) for c in chunks if not c.is_empty]
+                if self._prefetch_enabled and any(is_new):
+                    # What fails here is tried again, and fails aloud, when it is needed.
+                    with contextlib.suppress(DiskError):
+                        self._prefetch()
             except BaseException:
                 self.release(chunks)
                 raise
-            is_new = [self.trace.access(c.key) for c in chunks if not c.is_empty]
-            if self._prefetch_enabled and any(is_new):
-                self._prefetch()
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         """Give leases back."""
         with self._lock:
             for chunk in chunks:
                 if chunk.leases <= 0:
+                    if self._is_closing:  # closed inside a block that held the lease
+                        continue
                     raise InternalError(f"{chunk.label} is released more often than leased")
                 chunk.leases -= 1
                 if chunk.leases == 0 and self._prefetch_enabled:
-                    self._write_early(chunk)
+                    with contextlib.suppress(DiskError):  # tried again, aloud, at its eviction
+                        self._write_early(chunk)
 
     # -- moving down ------------------------------------------------------------------------------
 
@@ -212,7 +224,7 @@ class ChunkStore:
     def _evict_for(self, nbytes: int) -> None:
         victims = choose_victims(self._candidates(), self._missing_bytes(nbytes))
         if victims is None:
-            raise BudgetError(self._no_room_message(nbytes))
+            raise BudgetError(no_room_message(self._chunks.values(), self.ledger, nbytes))
         for key in victims:
             self._start_write(self._chunks[key])
         for key in victims:
@@ -264,6 +276,8 @@ class ChunkStore:
         if not sabotaged("evict.wait"):
             try:
                 self._wait(future)
+            except DiskError as error:
+                raise named(error, chunk) from None
             except BaseException:
                 self._finish_quietly(future)
                 raise
@@ -339,11 +353,13 @@ class ChunkStore:
         try:
             if not sabotaged("fetch.wait"):
                 self._wait(future)
-        except BaseException:
+        except BaseException as error:
             assert chunk.buffer is not None
             self._finish_quietly(future)
             chunk.buffer.release()
             chunk.buffer = None
+            if isinstance(error, DiskError):
+                raise named(error, chunk) from None
             raise
         chunk.place_in_buffer()
         chunk.is_resident = True
@@ -390,35 +406,29 @@ class ChunkStore:
         """Let a transfer end, whatever its outcome: its memory must not be reused before."""
         future.exception()
 
-    def settle_all(self) -> None:
-        """Wait for every transfer under way."""
+    def _end_write(self, chunk: Chunk) -> None:
+        """Let a write end whose outcome does not matter: the bytes are here, or not wanted."""
+        with contextlib.suppress(DiskError):
+            self._settle(chunk)
+
+    def begin_closing(self) -> None:
+        """Every lease is over, nothing is read ahead, and what cannot be read is given up."""
         with self._lock:
+            self._is_closing = True
+            self._prefetch_enabled = False
+            self.ledger.limit_bytes = None
             for chunk in self._chunks.values():
-                self._settle(chunk)
-                self._finish_fetch(chunk)
+                chunk.leases = 0
 
     def abandon(self) -> None:
-        """End every transfer without caring for its outcome (closing after an error)."""
+        """The very end: no transfer is under way, and no storage is the store's any more."""
         for chunk in self._chunks.values():
             for future in (chunk.writing, chunk.fetching):
                 if future is not None:
                     self._finish_quietly(future)
-            chunk.writing = None
-
-    def _no_room_message(self, nbytes: int) -> str:
-        leased = [c for c in self._chunks.values() if c.leases and c.resident_bytes]
-        held = sum(c.resident_bytes for c in leased)
-        fixed = sum(c.resident_bytes for c in self._chunks.values() if c.home is None)
-        limit = self.ledger.limit_bytes or 0
-        bill = ", ".join(f"{tag} {format_bytes(n)}" for tag, n in self.ledger.by_tag().items())
-        names = ", ".join(c.label for c in leased[:4]) + (" ..." if len(leased) > 4 else "")
-        return (
-            f"cannot place {format_bytes(nbytes)} in ram: "
-            f"{format_bytes(max(0, limit - self.ledger.used_bytes))} free of "
-            f"{format_bytes(limit)} for training state ({bill}); in use at this moment: "
-            f"{format_bytes(held)} ({names or 'nothing'}), kept in ram: {format_bytes(fixed)}. "
-            f"Raise ram by at least {format_bytes(nbytes)}, or give a disk."
-        )
+            chunk.writing = chunk.fetching = None
+            error = InternalError(f"{chunk.label} was not given back")
+            self.lost += [(name, error) for name in give_up(chunk)]
 
 
 __all__ = ["Chunk", "ChunkStore", "Kind", "StoreCounters"]

@@ -1,8 +1,10 @@
-"""The `zeepo` command. One file per subcommand will stand beside this one; none is here yet."""
+"""The `zeepo` command. One file per subcommand stands beside this one."""
 
 import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
+
+from zeepo.cli import verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -11,6 +13,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="zeepo", description="Train PyTorch models bigger than memory."
     )
     parser.add_argument("--version", action="version", version=f"zeepo {version('zeepo')}")
-    parser.parse_args(argv)
-    parser.print_help()
-    return 0
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    verify.add_command(commands)
+    arguments = parser.parse_args(argv)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        return 0
+    return int(arguments.run(arguments))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -29,29 +30,51 @@ def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimi
     """Raise for what cannot be managed, before anything is touched."""
     for optimizer in optimizers:
         grain_of(optimizer)
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                raise UnsupportedError(
-                    f"{name or 'the model'} is a TorchScript module: its code runs outside Python, "
-                    "where zeepo cannot bring parameters in. Use the module it was made from, or "
-                    "torch.compile."
-                )
-            if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-                raise UnsupportedError(
-                    f"{name or 'the model'} is wrapped in {type(module).__name__}. Give zeepo the "
-                    "module inside (.module)."
-                )
-        ranges: dict[int, list[tuple[int, int, str]]] = {}
-        for name, p in model.named_parameters():
-            _refuse_parameter(name, p)
-            low = p.data_ptr()
-            span = (low, low + p.numel() * p.element_size(), name)
-            ranges.setdefault(address(p.untyped_storage()), []).append(span)
-        _refuse_overlap(ranges.values())
+    named: dict[int, tuple[str, Tensor]] = {}
+    for number, model in enumerate(models):
+        prefix = "" if len(models) == 1 else f"model{number}"
+        for name, module in model.named_modules(prefix=prefix):
+            _refuse_module(name or "the model", module)
+        for name, p in model.named_parameters(prefix=prefix):
+            named.setdefault(id(p), (name, p))
+    for name, p in loose_parameters(optimizers, named):
+        named.setdefault(id(p), (name, p))
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for name, p in named.values():
+        _refuse_parameter(name, p)
+        low = p.data_ptr()
+        span = (low, low + p.numel() * p.element_size(), name)
+        ranges.setdefault(address(p.untyped_storage()), []).append(span)
+    _refuse_overlap(ranges.values())
 
 
-def _refuse_parameter(name: str, p: nn.Parameter) -> None:
+def loose_parameters(
+    optimizers: Sequence[Optimizer], known: Container[int]
+) -> list[tuple[str, nn.Parameter]]:
+    """What optimizers update and no module holds: by place, each once. `known` holds ids."""
+    found = {
+        id(p): (f"optimizer{i}.group{j}.{k}", p)
+        for i, optimizer in enumerate(optimizers)
+        for j, group in enumerate(optimizer.param_groups)
+        for k, p in enumerate(group["params"])
+        if id(p) not in known
+    }
+    return list(found.values())
+
+
+def _refuse_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            f"{name} is a TorchScript module: its code runs outside Python, where zeepo cannot "
+            "bring parameters in. Use the module it was made from, or torch.compile."
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise UnsupportedError(
+            f"{name} is wrapped in {type(module).__name__}. Give zeepo the module inside (.module)."
+        )
+
+
+def _refuse_parameter(name: str, p: Tensor) -> None:
     if isinstance(p, UninitializedParameter):
         raise UnsupportedError(
             f"{name} has no shape yet (a lazy module). Run one forward before zeepo.init."
@@ -59,7 +82,7 @@ def _refuse_parameter(name: str, p: nn.Parameter) -> None:
     if type(p) is not nn.Parameter:
         raise UnsupportedError(
             f"{name} is a {type(p).__name__}, not an nn.Parameter: zeepo manages ordinary "
-            "parameters only."
+            "parameters only. Make it one: nn.Parameter(tensor)."
         )
     if p.device.type != "cpu" or p.layout is not torch.strided:
         raise UnsupportedError(
@@ -134,7 +157,7 @@ def plan_session(
         )
         for unit in units
     )
-    return Plan(
+    plan = Plan(
         units=unit_plans,
         num_states=max((num_states_of(o) for o in optimizers), default=0),
         placement=placement,
@@ -143,3 +166,6 @@ def plan_session(
         piece_bytes=tuning().piece_bytes,
         region_bytes=max((largest_region_bytes(model) for model in models), default=0),
     )
+    if options.ram is None and tuning().least_ram:
+        return replace(plan, ram=plan.minimum_ram)
+    return plan

@@ -32,8 +32,9 @@ _saved_attributes: dict[type, tuple[str, ...]] = {}
 class NodeLeases:
     """The leases held for backward nodes that are running."""
 
-    def __init__(self, store: ChunkStore):
+    def __init__(self, store: ChunkStore, by_storage: Mapping[int, Chunk]):
         self._store = store
+        self._by_storage = by_storage
         self._held: list[_NodeLease] = []
 
     def attach(self, node: Any, chunks: Sequence[Chunk]) -> None:
@@ -41,15 +42,27 @@ class NodeLeases:
         node.register_prehook(lease.before)
         node.register_hook(lease.after)
 
+    def attach_to_new(
+        self, tensors: Iterable[Tensor], first_node: int, touched: Sequence[Chunk]
+    ) -> None:
+        """Lease for every node made since `first_node` behind `tensors` that needs it."""
+        for node in new_nodes(tensors, first_node):
+            saved = chunks_saved_by(node, self._by_storage, touched)
+            if saved:
+                self.attach(node, saved)
+
     def enter(self, lease: _NodeLease) -> None:
         self._store.lease(lease.chunks)
         self._held.append(lease)
+        lease.first_node = torch._C._autograd._get_sequence_nr()
         if sabotaged("backward.lease"):
             for chunk in lease.chunks:
                 for _, storage in chunk.present():
                     ctypes.memset(storage.data_ptr(), 0, storage.nbytes())
 
-    def leave(self, lease: _NodeLease) -> None:
+    def leave(self, lease: _NodeLease, grads: Any) -> None:
+        if torch.is_grad_enabled():  # create_graph: backward itself made nodes that save weights
+            self.attach_to_new(tensors_in(grads), lease.first_node, lease.chunks)
         if lease in self._held:
             self._held.remove(lease)
             self._store.release(lease.chunks)
@@ -70,12 +83,13 @@ class _NodeLease:
     def __init__(self, leases: NodeLeases, chunks: tuple[Chunk, ...]):
         self.leases = leases
         self.chunks = chunks
+        self.first_node = 0
 
     def before(self, grads: Any) -> None:
         self.leases.enter(self)
 
-    def after(self, *grads: Any) -> None:
-        self.leases.leave(self)
+    def after(self, grad_inputs: Any, grad_outputs: Any) -> None:
+        self.leases.leave(self, grad_inputs)
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:

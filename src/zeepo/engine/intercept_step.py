@@ -28,7 +28,11 @@ class StepInterception:
         self._is_active = True
         optimizer = step.optimizer
         self._previous = optimizer.__dict__.get("step")
-        self._installed = types.MethodType(self._make_method(), optimizer)
+        method = self._make_method()
+        if hasattr(self._previous, "_wrapped_by_lr_sched"):
+            # A scheduler wrapped step() and warns if its mark is gone; ours notes calls as it did.
+            method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._installed = types.MethodType(method, optimizer)
         optimizer.step = self._installed  # type: ignore[method-assign]
 
     def _make_method(self) -> Callable[..., Any]:
@@ -43,7 +47,9 @@ class StepInterception:
             return interception._run(closure)
 
         step.__qualname__ = f"{type(self._step.optimizer).__name__}.step"
-        return Optimizer.profile_hook_step(step)
+        hooked: Any = Optimizer.profile_hook_step(step)
+        hooked._wrapped_by_lr_sched = True  # schedulers look for it; _opt_called is set above
+        return hooked  # type: ignore[no-any-return]
 
     def _run(self, closure: Callable[[], Any] | None) -> Any:
         loss = None

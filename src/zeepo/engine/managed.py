@@ -14,6 +14,7 @@ The kernels of autograd do not call Python; `backward.py` leases for them.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -83,6 +84,8 @@ def _dispatch(func: Function, args: Any, kwargs: Any) -> Any:
     if func in METADATA:
         with plain_torch():
             return func(*args, **kwargs)
+    if func in RUNS_BACKWARD:
+        return RUNS_BACKWARD[func](*args, **kwargs)
     managed = find_managed(args, [])
     if kwargs:
         find_managed(kwargs.values(), managed)
@@ -262,6 +265,25 @@ def _set_data(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> 
     return None
 
 
+def _joined(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
+    """Joining copies its arguments: copy one at a time, so that not all are leased at once."""
+    if len({id(home.chunk) for home in map(home_of, managed) if home is not None}) > 1:
+
+        def copied(value: Any) -> Any:
+            return value.clone() if home_of(value) is not None else value
+
+        args = [[copied(v) for v in a] if isinstance(a, (list, tuple)) else a for a in args]
+        kwargs = {
+            key: [copied(v) for v in a] if isinstance(a, (list, tuple)) else a
+            for key, a in kwargs.items()
+        }
+        return func(*args, **kwargs)
+    home = home_of(managed[0])
+    assert home is not None
+    assert home.manager is not None
+    return home.manager.run(func, args, kwargs, managed)
+
+
 def _refuse(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
     home = home_of(managed[0])
     assert home is not None
@@ -386,17 +408,43 @@ METADATA |= {
 }
 
 SPECIAL: dict[Function, Callable[..., Any]] = {_TENSOR.data.__set__: _set_data}
-for _name in ["numpy", "__array__"]:
-    SPECIAL[getattr(Tensor, _name)] = _raw_object
-for _name in [
-    "data_ptr",
-    "const_data_ptr",
-    "untyped_storage",
-    "storage",
-    "_typed_storage",
-    "__dlpack__",
-]:
-    if hasattr(Tensor, _name):
-        SPECIAL[getattr(Tensor, _name)] = _raw_address
-for _name in ["set_", "resize_", "resize_as_", "share_memory_", "__setstate__"]:
-    SPECIAL[getattr(Tensor, _name)] = _refuse
+
+
+def _specialise(owner: Any, names: str, handler: Callable[..., Any]) -> None:
+    for name in names.split():
+        if hasattr(owner, name):
+            SPECIAL[getattr(owner, name)] = handler
+
+
+_specialise(
+    torch, "cat concat concatenate stack hstack vstack dstack row_stack column_stack", _joined
+)
+_specialise(Tensor, "numpy __array__", _raw_object)
+_specialise(
+    Tensor,
+    "data_ptr const_data_ptr untyped_storage storage _typed_storage __dlpack__",
+    _raw_address,
+)
+_specialise(Tensor, "set_ resize_ resize_as_ share_memory_ __setstate__", _refuse)
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _without_dispatch(function: Any) -> Function:
+    """A copy of a function of torch's that does not ask whether its arguments intercept.
+
+    Used where the function runs the user's code: that must not happen with interception off.
+    """
+    names = {**function.__globals__, "has_torch_function": _never}
+    names["has_torch_function_unary"] = _never
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+RUNS_BACKWARD: dict[Function, Function] = {
+    torch.autograd.grad: _without_dispatch(torch.autograd.grad),
+    Tensor.backward: _without_dispatch(Tensor.backward),
+}

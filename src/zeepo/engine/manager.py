@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeepo.chunks.layout import Layout, pack
 from zeepo.chunks.storages import address, fills_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.engine.backward import NodeLeases, chunks_saved_by, new_nodes, tensors_in
+from zeepo.engine.backward import NodeLeases, tensors_in
 from zeepo.engine.gradients import Gradients
 from zeepo.engine.managed import (
     Function,
@@ -47,7 +47,7 @@ class Manager:
         self.grad_chunks: dict[int, Chunk] = {}
         """PARAM chunk key -> its GRAD chunk."""
         self.gradients = Gradients(self, store, self.grad_chunk)
-        self.node_leases = NodeLeases(store)
+        self.node_leases = NodeLeases(store, self.by_storage)
         self._until_step: list[Chunk] = []
         self._hook_handles: list[Any] = []
         self._hooked: set[int] = set()
@@ -152,10 +152,7 @@ class Manager:
         for home in homes:
             if home.parameter is not None:
                 self._watch_gradient(home)
-        for node in new_nodes([*outputs, *tensors_in(inputs)], first_node):
-            saved = chunks_saved_by(node, self.by_storage, chunks)
-            if saved:
-                self.node_leases.attach(node, saved)
+        self.node_leases.attach_to_new([*outputs, *tensors_in(inputs)], first_node, chunks)
 
     def _manage_alias(self, out: Tensor, homes: list[Home]) -> None:
         where = address(out.untyped_storage())

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from zeepo.chunks.store import Chunk
-from zeepo.engine.managed import Home, ManagedParameter, plain_torch
+from zeepo.engine.managed import ManagedParameter, plain_torch
 from zeepo.engine.manager import Manager
+from zeepo.engine.transforms import watch_transforms
 
 _FAST_PATHS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -41,20 +42,15 @@ class Region:
 
     def __init__(self, manager: Manager, parameters: Iterable[nn.Parameter], *, lease: bool = True):
         self._manager = manager
-        self._changed: list[nn.Parameter] = []
-        self._homes: list[Home] = []
-        for p in parameters:
-            if type(p) is ManagedParameter:
-                home = manager.home(p)
-                if home is not None:
-                    self._homes.append(home)
-                    self._changed.append(p)
+        self._homes = [home for home in map(manager.home, parameters) if home is not None]
+        self._changed = [
+            home.parameter for home in self._homes if type(home.parameter) is ManagedParameter
+        ]
         chunks = {home.chunk.key: home.chunk for home in self._homes} if lease else {}
         self._chunks: list[Chunk] = list(chunks.values())
         manager.store.lease(self._chunks)
         for p in self._changed:
-            p.__class__ = nn.Parameter
-        self._versions = [home.plain._version for home in self._homes]
+            p.__class__ = nn.Parameter  # type: ignore[assignment]
         self._first_node = torch._C._autograd._get_sequence_nr()
 
     def leave(self, result: Any) -> None:
@@ -86,6 +82,7 @@ class Regions:
                 if module._compiled_call_impl is not None:
                     self._wrap_compiled(module)
         self._patch_torch()
+        self._undo.append(watch_transforms())
 
     # -- torch's fast paths ------------------------------------------
 

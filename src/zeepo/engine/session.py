@@ -11,21 +11,30 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeepo.chunks.losses import loss_message
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.config import Options
 from zeepo.engine.adoption import (
     find_aliases,
+    loose_parameters,
     plan_session,
     refuse_unmanageable,
     split_by_trainable,
 )
 from zeepo.engine.intercept_step import StepInterception
+from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.manager import Manager
 from zeepo.engine.regions import Regions
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
 from zeepo.engine.tuning import tuning
-from zeepo.errors import BudgetError, SessionError, UnsupportedError
+from zeepo.errors import (
+    BudgetError,
+    ConfigError,
+    CorruptionError,
+    SessionError,
+    UnsupportedError,
+)
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
@@ -53,7 +62,8 @@ class Session:
             raise BudgetError(
                 f"ram={format_bytes(self.plan.ram)} is too little by "
                 f"{format_bytes(self.plan.minimum_ram - self.plan.ram)}: this session needs "
-                f"{format_bytes(self.plan.minimum_ram)} ({self.plan.minimum_ram} bytes).\n{self.plan.explain()}"
+                f"{format_bytes(self.plan.minimum_ram)} ({self.plan.minimum_ram} bytes).\n"
+                f"{self.plan.explain()}"
             )
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
@@ -66,13 +76,15 @@ class Session:
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
         self._regions = Regions(self._manager)
+        self._interrupts = Interrupts()
         try:
             self._adopt_units(units)
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
             self._regions.install(self._models)
         except BaseException:
-            self._tear_down()
+            with contextlib.suppress(CorruptionError):  # the first error is the one to tell
+                self._give_everything_back()
             raise
 
     # -- setting up -------------------------------------------------------------------------------
@@ -83,13 +95,7 @@ class Session:
         for number, model in enumerate(self._models):
             name = "" if len(self._models) == 1 else f"model{number}"
             units.extend(find_units(name, model, taken))
-        loose = [
-            (f"optimizer{i}.group{j}.{k}", p)
-            for i, optimizer in enumerate(self._optimizers)
-            for j, group in enumerate(optimizer.param_groups)
-            for k, p in enumerate(group["params"])
-            if id(p) not in taken
-        ]
+        loose = loose_parameters(self._optimizers, taken)
         units.extend(Unit(name, ((name, p),)) for name, p in loose)
         return units
 
@@ -113,8 +119,8 @@ class Session:
         step = OptimizerStep(
             self._manager, optimizer, label, tuning().piece_bytes, self._adopt_late
         )
-        step.take_in_states()
         self._steps.append(step)
+        step.take_in_states()
         self._interceptions.append(StepInterception(step, self._after_step))
 
     def _adopt_late(self, parameters: Sequence[Tensor]) -> None:
@@ -181,8 +187,8 @@ class Session:
     def export(self, path: str | Path) -> None:
         raise self._later("export")
 
-    @staticmethod
-    def _later(name: str) -> UnsupportedError:
+    def _later(self, name: str) -> UnsupportedError:
+        self._check_open(name)
         return UnsupportedError(
             f"session.{name} is not in this version. model.state_dict() and optimizer.state_dict() "
             "hold the true values and can be saved with torch.save."
@@ -201,23 +207,29 @@ class Session:
         return self._closed
 
     def close(self) -> None:
-        """Give everything back as ordinary tensors with their current values. Twice is harmless."""
-        if self._closed:
-            return
-        try:
-            for chunk in self._store.chunks():
-                chunk.leases = 0
-            self._ledger.limit_bytes = None
-            self._regions.remove()
-            self._manager.node_leases.forget_all()
-            for step in self._steps:
-                step.states.give_back()
-            self._manager.give_back()
-        finally:
-            self._tear_down()
+        """Give everything back as ordinary tensors with their current values. Twice is harmless.
+
+        What cannot be read from disk any more is filled with NaN, and CorruptionError says so.
+        """
+        if not self._closed:
+            self._give_everything_back()
+
+    def _give_everything_back(self) -> None:
+        self._closed = True
+        with self._interrupts.held():
+            try:
+                self._store.begin_closing()
+                self._regions.remove()
+                self._manager.node_leases.forget_all()
+                for step in self._steps:
+                    step.states.give_back()
+                self._manager.give_back()
+            finally:
+                self._tear_down()
+        if self._store.lost:
+            raise CorruptionError(loss_message(self._store.lost)) from self._store.lost[0][1]
 
     def _tear_down(self) -> None:
-        self._closed = True
         for interception in self._interceptions:
             interception.remove()
         self._regions.remove()
@@ -225,6 +237,7 @@ class Session:
         if self._disk is not None:
             self._disk.close()
         self._pool.trim()
+        self._interrupts.remove()
 
     def __enter__(self) -> Session:
         self._check_open("__enter__")
@@ -243,8 +256,15 @@ def models_and_optimizers(
     model: nn.Module | Sequence[nn.Module] | None, optimizer: Optimizer | Sequence[Optimizer] | None
 ) -> tuple[list[nn.Module], list[Optimizer]]:
     """One or several of each, as lists."""
-    models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
-    if optimizer is None:
-        return models, []
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    return models, optimizers
+    return _listed("model", model, nn.Module), _listed("optimizer", optimizer, Optimizer)
+
+
+def _listed(what: str, given: Any, kind: type) -> list[Any]:
+    if given is None or isinstance(given, kind):
+        return [] if given is None else [given]
+    if isinstance(given, (list, tuple)) and all(isinstance(item, kind) for item in given):
+        return list({id(item): item for item in given}.values())
+    raise ConfigError(
+        f"zeepo.init: {what} is {given!r}, not a {kind.__name__} or a list of them. Call it as "
+        "zeepo.init(model, optimizer, ...)."
+    )

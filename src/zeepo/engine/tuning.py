@@ -23,6 +23,8 @@ class Tuning:
     """Largest part of a parameter that is updated at once."""
     split_units: bool = True
     """False: one chunk for the whole model (for bisecting)."""
+    least_ram: bool = False
+    """A session whose ram is not stated gets the least its plan accepts, so that all moves."""
 
 
 def _from_environment() -> Tuning:

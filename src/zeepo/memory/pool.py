@@ -101,6 +101,11 @@ class BufferPool:
                 return True
             return capacity_bytes <= self.ledger.free_bytes + self._idle_bytes
 
+    def has_idle(self, nbytes: int) -> bool:
+        """Whether an idle buffer would be reused for `nbytes`."""
+        with self._lock:
+            return self._best_fit(_capacity_for(nbytes)) is not None
+
     def acquire(self, nbytes: int, tag: str) -> Buffer:
         """A buffer of at least `nbytes`, its contents arbitrary, or `BudgetError` with the bill."""
         capacity_bytes = _capacity_for(nbytes)

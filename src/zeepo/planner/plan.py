@@ -90,9 +90,12 @@ class Plan:
         }
 
     def _computing(self, in_ram: dict[str, bool]) -> dict[str, int]:
-        """Forward and backward: a node's chunk, one that it recomputes, and a gradient."""
+        """Forward and backward: a node's chunk, one that it recomputes, and a gradient.
+
+        Frozen units count as if they trained: they may be unfrozen later.
+        """
         params = sorted((_page(u.param_bytes) for u in self.units), reverse=True)
-        grads = max((_page(u.trainable_bytes) for u in self.units), default=0)
+        grads = max((_page(u.param_bytes) for u in self.units), default=0)
         working = max(sum(params[:2]), _page(self.region_bytes))
         return {
             "params": 0 if in_ram["params"] else working,
@@ -103,7 +106,7 @@ class Plan:
         """The step: one chunk's parameters and gradients, and a piece of its states."""
         largest: dict[str, int] = {}
         for unit in self.units:
-            grads = _page(unit.trainable_bytes)
+            grads = _page(unit.param_bytes)
             piece = min(grads, _page(self.piece_bytes))
             items = {
                 "params": 0 if in_ram["params"] else _page(unit.param_bytes),

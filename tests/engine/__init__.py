@@ -1,0 +1,1 @@
+"""The session as the user meets it."""

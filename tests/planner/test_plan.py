@@ -1,0 +1,157 @@
+"""The bill of a plan: never less than what is in RAM at once, and no more than everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeepo.planner.plan import PAGE_BYTES, TORCH_GROWTH_BYTES, Plan, UnitPlan
+from zeepo.units import format_bytes
+
+KINDS = ("params", "grads", "optimizer_state")
+MiB = 1 << 20
+
+unit_plans = st.builds(
+    lambda name, size, share: UnitPlan(name, size, int(size * share)),
+    st.text("abc", min_size=1, max_size=4),
+    st.integers(0, 200_000),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+placements = st.fixed_dictionaries({kind: st.sampled_from(["ram", "disk"]) for kind in KINDS})
+plans = st.builds(
+    Plan,
+    units=st.lists(unit_plans, max_size=6).map(tuple),
+    num_states=st.integers(0, 3),
+    placement=placements,
+    ram=st.integers(0, 1 << 30),
+    staging_bytes=st.sampled_from([0, 8 * MiB]),
+    piece_bytes=st.integers(1, 300_000),
+    region_bytes=st.sampled_from([0, 50_000]),
+)
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@given(plans)
+def test_the_minimum_is_the_reserve_and_the_bill(plan: Plan) -> None:
+    assert plan.minimum_ram == plan.reserve + sum(plan.items().values())
+    assert plan.managed_minimum == sum(plan.items().values())
+    assert plan.managed_bytes == plan.ram - plan.reserve
+    assert plan.num_units == len(plan.units)
+    assert all(nbytes >= 0 for nbytes in plan.items().values())
+    largest = max((u.param_bytes for u in plan.units), default=0)
+    assert plan.reserve >= TORCH_GROWTH_BYTES + largest
+
+
+@given(plans)
+def test_staging_is_paid_only_with_a_disk(plan: Plan) -> None:
+    uses_disk = "disk" in plan.placement.values()
+    assert plan.items().get("staging") == (plan.staging_bytes if uses_disk else None)
+
+
+@given(plans)
+def test_what_rests_in_ram_is_paid_in_full(plan: Plan) -> None:
+    items = plan.items()
+    params = sum(pages(u.param_bytes) for u in plan.units)
+    grads = sum(pages(u.trainable_bytes) for u in plan.units)
+    if plan.placement["params"] == "ram":
+        assert items["params"] == params
+    if plan.placement["grads"] == "ram":
+        assert items["grads"] == grads
+    if plan.placement["optimizer_state"] == "ram":
+        assert items["optimizer state"] == grads * plan.num_states
+
+
+@given(plans)
+def test_each_units_step_fits(plan: Plan) -> None:
+    """One chunk's parameters, its gradients and a piece of its states, at once."""
+    total = sum(plan.items().values())
+    for unit in plan.units:
+        grads = pages(unit.trainable_bytes)
+        piece = min(grads, pages(plan.piece_bytes)) * plan.num_states
+        assert total >= pages(unit.param_bytes) + grads + piece
+
+
+@given(plans)
+def test_two_units_and_a_gradient_fit_for_backward(plan: Plan) -> None:
+    total = sum(plan.items().values())
+    grads = max((pages(u.trainable_bytes) for u in plan.units), default=0)
+    for i, first in enumerate(plan.units):
+        for second in plan.units[i + 1 :]:
+            assert total >= pages(first.param_bytes) + pages(second.param_bytes) + grads
+
+
+@given(plans)
+def test_a_region_that_runs_whole_fits(plan: Plan) -> None:
+    if plan.placement["params"] == "disk":
+        grads = max((pages(u.trainable_bytes) for u in plan.units), default=0)
+        assert sum(plan.items().values()) >= pages(plan.region_bytes) + grads
+
+
+@given(plans.filter(lambda plan: len(plan.units) >= 2), st.sampled_from(KINDS))
+def test_moving_a_kind_down_costs_staging_at_most(plan: Plan, kind: str) -> None:
+    up = replace(plan, placement={**plan.placement, kind: "ram"}, region_bytes=0)
+    down = replace(up, placement={**plan.placement, kind: "disk"})
+    assert down.managed_minimum <= up.managed_minimum + plan.staging_bytes
+
+
+@given(plans, st.integers(1, 300_000))
+def test_smaller_pieces_never_need_more(plan: Plan, piece_bytes: int) -> None:
+    smaller = replace(plan, piece_bytes=min(piece_bytes, plan.piece_bytes))
+    assert smaller.minimum_ram <= plan.minimum_ram
+
+
+@given(plans)
+def test_the_minimum_does_not_depend_on_the_budget(plan: Plan) -> None:
+    assert replace(plan, ram=plan.ram + 12345).minimum_ram == plan.minimum_ram
+
+
+def example(**changes: object) -> Plan:
+    plan = Plan(
+        units=(UnitPlan("a", 4000, 4000), UnitPlan("b", 9000, 5000), UnitPlan("c", 8000, 0)),
+        num_states=2,
+        placement=dict.fromkeys(KINDS, "disk"),
+        ram=200 * MiB,
+        staging_bytes=8 * MiB,
+        piece_bytes=4096,
+    )
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def test_the_bill_of_an_example() -> None:
+    page = PAGE_BYTES
+    everything_down = example()
+    # Computing: b (3 pages) and c (2), a gradient (2): 7. Updating b: 3 + 2 + 2 x 1 = 7.
+    assert sum(everything_down.items().values()) == 7 * page + 8 * MiB
+    assert everything_down.reserve == TORCH_GROWTH_BYTES + 18000
+    all_in_ram = example(placement=dict.fromkeys(KINDS, "ram"))
+    assert all_in_ram.items() == {
+        "params": 6 * page,
+        "grads": 3 * page,
+        "optimizer state": 6 * page,
+    }
+    whole_states = example(piece_bytes=1 << 20)
+    # Updating b now takes both of its states whole: 3 + 2 + 2 x 2 pages.
+    assert whole_states.items() == {
+        "params": 3 * page,
+        "grads": 2 * page,
+        "optimizer state": 4 * page,
+        "staging": 8 * MiB,
+    }
+    with_region = example(region_bytes=6 * page)
+    assert with_region.items()["params"] == 6 * page
+
+
+def test_explain_shows_the_bill() -> None:
+    plan = example()
+    text = plan.explain()
+    for part in (plan.minimum_ram, plan.reserve, plan.ram, *plan.items().values()):
+        assert format_bytes(part) in text
+    for word in ("3 units", "params", "rest in disk", "staging", "reserve for torch"):
+        assert word in text
+    listed = text.split("largest units")[1].split()
+    assert [w for w in listed if w in "abc"] == ["b", "c", "a"]
