@@ -279,6 +279,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.ledger.used_bytes == resident + self.store.pool.idle_bytes
         for chunk in self.chunks:
             assert chunk.leases == self.num_leases(chunk), f"leases of {chunk.label}"
+            assert chunk.writing is None or chunk.is_resident, "written from memory given back"
             for index, storage in chunk.present():
                 place = (chunk, index)
                 assert storage is self.storages[place]

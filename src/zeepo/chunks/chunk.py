@@ -116,7 +116,9 @@ class Chunk:
         for index in range(len(self.storages)):
             self.clear_slot(index)
         if self.buffer is not None:
-            if not self.raw_holds:  # else the memory lives as long as what points at it
+            if self.raw_holds:
+                self.buffer.give_away()
+            else:
                 self.buffer.release()
             self.buffer = None
         self.is_resident = False

@@ -82,7 +82,7 @@ class ChunkStore:
             self.lease([chunk])
             try:
                 self._take_idle_buffer(chunk)
-                if chunk.buffer is not None:
+                if chunk.buffer is not None and not chunk.raw_holds:
                     self._settle(chunk)
                     chunk.move_into_buffer(index, storage)
                 else:
@@ -298,7 +298,7 @@ class ChunkStore:
     def _write_early(self, chunk: Chunk) -> None:
         """Under pressure, write what is changed and not needed soon, while compute goes on."""
         limit = self.ledger.limit_bytes
-        if chunk.home is None or limit is None or not chunk.is_resident:
+        if chunk.home is None or limit is None or not chunk.is_resident or chunk.is_empty:
             return
         if self.ledger.used_bytes < PRESSURE * limit or not chunk.is_dirty:
             return

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zeepo.chunks.storages import address, num_users
 from zeepo.config import Options
+from zeepo.engine.managed import ManagedTensor, home_of, mark_ordinary, storage_of
 from zeepo.engine.regions import largest_region_bytes
 from zeepo.engine.tuning import tuning
 from zeepo.errors import UnsupportedError
@@ -128,11 +129,20 @@ def find_aliases(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Pa
         return []
     found = []
     for obj in gc.get_objects():
-        if type(obj) is Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
-            owner = owners.get(address(obj.untyped_storage()))
+        if type(obj) is not Tensor and type(obj) is not ManagedTensor:
+            continue
+        if obj.layout is torch.strided and obj.device.type == "cpu":
+            owner = owners.get(address(storage_of(obj)))
             if owner is not None:
                 found.append((obj, owner))
     return found
+
+
+def make_leftovers_ordinary() -> None:
+    """After a session: what the user still holds of its views and gradients is ordinary again."""
+    for obj in gc.get_objects():
+        if type(obj) is ManagedTensor and home_of(obj) is None:
+            mark_ordinary(obj)
 
 
 def plan_session(

@@ -17,6 +17,7 @@ from zeepo.config import Options
 from zeepo.engine.adoption import (
     find_aliases,
     loose_parameters,
+    make_leftovers_ordinary,
     plan_session,
     refuse_unmanageable,
     split_by_trainable,
@@ -224,6 +225,7 @@ class Session:
                 for step in self._steps:
                     step.states.give_back()
                 self._manager.give_back()
+                make_leftovers_ordinary()
             finally:
                 self._tear_down()
         if self._store.lost:

@@ -1,7 +1,7 @@
 """`torch.func`: its transforms wrap tensors in C++, where nothing intercepts.
 
-While a session is open, a managed tensor that is given to `torch.func.grad`, `vmap` and the like is leased
-until the next optimizer step.
+While a session is open, a managed tensor that is given to `torch.func.grad`, `vmap` and the like is
+leased until the next optimizer step.
 """
 
 from __future__ import annotations

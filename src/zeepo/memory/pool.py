@@ -69,6 +69,11 @@ class Buffer:
         """Give the buffer back to the pool; a second call does nothing."""
         self._pool._take_back(self)
 
+    def give_away(self) -> None:
+        """Let the memory go to whoever still points at it: not counted and not reused any more."""
+        self._mapping = None
+        self._reservation.release()
+
     def _held(self) -> Mapping:
         if self._mapping is None:
             raise InternalError(
