@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+
+# How long an example takes says more about the machine's other work than about the code.
+settings.register_profile("zeepo", deadline=None)
+settings.load_profile("zeepo")
 
 
 def open_session() -> Any | None:

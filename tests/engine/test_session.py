@@ -98,9 +98,11 @@ def test_training_goes_on_plainly_after_close(
 ) -> None:
     model, optimizer = build()
     plain, plain_optimizer = build()
-    session = open_at_minimum(model, optimizer, tmp_path, **placement) if (
-        placement["params"] == "disk"
-    ) else zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, **placement)
+    session = (
+        open_at_minimum(model, optimizer, tmp_path, **placement)
+        if (placement["params"] == "disk")
+        else zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, **placement)
+    )
     losses = train(model, optimizer, range(3))
     expected = train(plain, plain_optimizer, range(3))
     if with_grad:

@@ -68,7 +68,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
 
 
 def open_at_minimum(
-    model: nn.Module, optimizer: torch.optim.Optimizer, disk: Path, *, extra: int = 0, **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    disk: Path,
+    *,
+    extra: int = 0,
+    **options: Any,
 ) -> zeepo.Session:
     """A session with everything on disk at the least ram it accepts, and `extra` bytes."""
     probe = zeepo.init(model, optimizer, ram="1GiB", disk=disk)
@@ -139,7 +144,9 @@ def touch_everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> floa
     return total + sum(float(state.sum()) for state in states_of(optimizer))
 
 
-def run_program(source: str, *arguments: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run_program(
+    source: str, *arguments: object, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
     """Run Python source in a process of its own, from the repository."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONFAULTHANDLER": "1"}
     return subprocess.run(

@@ -51,7 +51,9 @@ def test_damage_is_named_and_stops_training(tmp_path: Path, damage) -> None:
         for step in range(3, 6):
             losses += train(model, optimizer, [step])
     assert losses == expected[3 : 3 + len(losses)]
-    with pytest.raises(CorruptionError, match=r"lost: .*layers\.\d\.weight.*filled with NaN") as closing:
+    with pytest.raises(
+        CorruptionError, match=r"lost: .*layers\.\d\.weight.*filled with NaN"
+    ) as closing:
         session.close()
     assert session.is_closed
     assert zeepo.current_session() is None
@@ -107,7 +109,9 @@ def test_what_is_not_trained_again_can_be_dropped_though_unreadable(tmp_path: Pa
     session.close()
     plain, plain_optimizer = build()
     train(plain, plain_optimizer, range(2))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 PROGRAM = """

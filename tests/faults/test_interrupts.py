@@ -138,7 +138,9 @@ def test_an_interrupt_in_the_users_code_is_raised_there(tmp_path: Path) -> None:
     with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path):
         with pytest.raises(KeyboardInterrupt):
             optimizer.step(closure)
-        handle = model.layers[3].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        handle = model.layers[3].register_forward_hook(
+            lambda *_: signal.raise_signal(signal.SIGINT)
+        )
         with pytest.raises(KeyboardInterrupt):
             train(model, optimizer, [0])
         handle.remove()

@@ -71,7 +71,7 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Linear(11 if number == 0 else 301, 7 if number == 6 else 301) for number in range(7)
+            nn.Linear(11 if number == 0 else 151, 7 if number == 6 else 151) for number in range(7)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ def add_param_group_frozen(start: Start) -> Observations:
         yield from train(model, optimizer, range(5, 8))
 
 
-@case("add_param_group_new_module")
+@case("add_param_group_new_module", whole=True)
 def add_param_group_new_module(start: Start) -> Observations:
     """A module that did not exist at init is added to the model and to the optimizer."""
     model = Perceptron()

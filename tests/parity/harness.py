@@ -40,7 +40,7 @@ PLACEMENTS: dict[str, dict[str, str]] = {
     "ram": {"params": "ram", "grads": "ram", "optimizer_state": "ram"},
     "pieces": {"params": "disk", "grads": "disk", "optimizer_state": "disk"},
 }
-TUNING: dict[str, dict[str, Any]] = {"pieces": {"piece_bytes": 3000}}
+TUNING: dict[str, dict[str, Any]] = {"pieces": {"piece_bytes": 5000}}
 """Engine settings that come with a placement: `pieces` cuts every update into small parts."""
 USUAL = ("disk", "params_ram", "grads_ram", "ram")
 
@@ -54,7 +54,8 @@ class Case:
     slow: bool = False
     compiles: bool = False
     whole: bool = False
-    """One call needs every parameter at once, which no plan can know: ram for them is added."""
+    """Needs what no plan made at init can know (every parameter in one call, a module added
+    later): ram for all parameters is added to the least."""
     placements: tuple[str, ...] = USUAL
 
 

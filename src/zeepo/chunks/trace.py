@@ -12,7 +12,9 @@ from __future__ import annotations
 from bisect import bisect_left
 
 CONTEXT = 4
-MAX_RECORDED = 100_000
+"""How many accesses back two places are compared."""
+MAX_RECORDED = 20_000
+"""A program that takes no optimizer steps (an evaluation) has its trace cut here."""
 
 
 class Trace:
@@ -28,8 +30,9 @@ class Trace:
         """Note an access. True when it is a new one (not a repetition of the last)."""
         if self._recording and self._recording[-1] == key:
             return False
-        if len(self._recording) < MAX_RECORDED:
-            self._recording.append(key)
+        if len(self._recording) >= MAX_RECORDED:
+            self.end_step()
+        self._recording.append(key)
         if self._cursor < len(self._forecast) and self._forecast[self._cursor] == key:
             self._cursor += 1
         else:

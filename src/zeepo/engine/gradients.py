@@ -58,7 +58,11 @@ class Gradients:
             write_autograd_grad(parameter, None)
             if home.grad is None or sabotaged("grad.overwrite"):
                 self.drop(home)
-                self._adopt(home, new)
+                try:
+                    self._adopt(home, new)
+                except BaseException:
+                    write_autograd_grad(parameter, new)  # no room: the gradient is not lost
+                    raise
             else:
                 self._add(home, new)
 

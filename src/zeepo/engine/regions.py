@@ -8,6 +8,7 @@ made get their leases when it returns.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -69,39 +70,49 @@ class Regions:
 
     def __init__(self, manager: Manager):
         self._manager = manager
-        self._open: list[tuple[nn.Module, Region]] = []
         self._undo: list[Any] = []
 
     def install(self, models: Sequence[nn.Module]) -> None:
         for model in models:
             for module in model.modules():
-                if isinstance(module, (*_FAST_PATHS, nn.TransformerEncoder)):
-                    before = module.register_forward_pre_hook(self._before_fast_path)
-                    after = module.register_forward_hook(self._after, always_call=True)
-                    self._undo += [before.remove, after.remove]
                 if module._compiled_call_impl is not None:
                     self._wrap_compiled(module)
+        for cls in (*_FAST_PATHS, nn.TransformerEncoder):
+            self._patch_fast_path(cls)
         self._patch_torch()
         self._undo.append(watch_transforms())
 
     # -- torch's fast paths ------------------------------------------
 
-    def _before_fast_path(self, module: nn.Module, args: Any) -> None:
-        if module.training or torch.compiler.is_compiling():
-            return
+    def _patch_fast_path(self, cls: Any) -> None:
+        """Patched on the class: hooks on the user's modules would be copied and pickled along."""
+        regions, original = self, cls.forward
+
+        @functools.wraps(original)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.training or torch.compiler.is_compiling():
+                return original(self, *args, **kwargs)
+            region = regions._fast_path_region(self)
+            result: Any = ()
+            try:
+                result = original(self, *args, **kwargs)
+            finally:
+                region.leave(result)
+            return result
+
+        cls.forward = forward
+
+        def undo() -> None:
+            cls.forward = original
+
+        self._undo.append(undo)
+
+    def _fast_path_region(self, module: nn.Module) -> Region:
+        """An encoder only looks at its first layer; each layer is a region of its own."""
         if isinstance(module, nn.TransformerEncoder):
             first = module.layers[0] if len(module.layers) else module
-            parameters: Iterable[nn.Parameter] = first.parameters()
-        else:
-            parameters = module.parameters()
-        lease = not isinstance(module, nn.TransformerEncoder)
-        self._open.append((module, Region(self._manager, parameters, lease=lease)))
-
-    def _after(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._open and self._open[-1][0] is module:
-            self._open.pop()[1].leave(result)
+            return Region(self._manager, first.parameters(), lease=False)
+        return Region(self._manager, module.parameters())
 
     # -- torch.compile ------------------------------------------
 
