@@ -44,7 +44,7 @@ class Run:
     case: str
     delay_seconds: float = 0.0
     """How long every transfer waits before it touches memory: shows waits that are missing."""
-    ram_scale: float = 1.0
+    extra_bytes: int = 0
     """A little more than the least ram lets something stay there for a while."""
     piece_bytes: int = 32 << 20
     lookahead: int = store.LOOKAHEAD_CHUNKS
@@ -54,10 +54,10 @@ PLAIN = Run("plain_perceptron_adamw")
 PIECES = Run("plain_perceptron_adamw", piece_bytes=1024)
 SLOW = Run("plain_perceptron_adamw", delay_seconds=0.002)
 ACCUMULATES = Run("plain_perceptron_accumulates")
-ROOMY = Run("plain_perceptron_adamw", ram_scale=1.001)
+ROOMY = Run("plain_perceptron_adamw", extra_bytes=100 << 10)
 READS_STATE = Run("reads_of_optimizer_state")
 SEVERAL_CALLS = Run("module_called_several_times")
-WRITES = Run("writes_right_after_step", delay_seconds=0.005, ram_scale=1.001, lookahead=2)
+WRITES = Run("writes_right_after_step", delay_seconds=0.005, extra_bytes=100 << 10, lookahead=2)
 
 RUNS: dict[str, list[Run]] = {
     "none": [PLAIN, PIECES, SLOW, ACCUMULATES, SEVERAL_CALLS, WRITES, ROOMY, READS_STATE],
@@ -98,7 +98,7 @@ def try_run(run: Run, scratch: Path) -> str:
         stack.enter_context(tuned(piece_bytes=run.piece_bytes))
         if run.delay_seconds:
             stack.enter_context(slow_disk(run.delay_seconds))
-        report = check(CASES[run.case], "disk", scratch, ram_scale=run.ram_scale)
+        report = check(CASES[run.case], "disk", scratch, extra_bytes=run.extra_bytes)
     if report.passed:
         return ""
     # What is wrong beside the numbers (too few evictions) does not show that parity would notice.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -146,19 +145,17 @@ def test_a_change_during_a_write_leaves_the_chunk_dirty(monkeypatch: pytest.Monk
     assert bench.value(chunk) == 6.0
 
 
-def test_an_early_write_makes_leaving_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(5, prefetch=True)
+@pytest.mark.parametrize(("pages", "early"), [(5, ["chunk0"]), (50, [])])
+def test_an_early_write_under_pressure(
+    pages: int, early: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(pages, prefetch=True)
     chunk = forecast_early_writes(bench, monkeypatch)[0]
     bench.change(chunk, 5.0)
+    assert bench.writes() == early
     bench.store.evict(chunk)
     assert bench.store.counters.num_writes == 1
     assert bench.value(chunk) == 5.0
-
-
-def test_no_early_write_without_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(50, prefetch=True)
-    bench.change(forecast_early_writes(bench, monkeypatch)[0], 5.0)
-    assert bench.writes() == []
 
 
 def test_a_write_behind_the_stores_back_is_noticed() -> None:
@@ -256,9 +253,6 @@ def test_reading_ahead_does_not_push_out_what_is_needed_before() -> None:
     assert not chunks[0].is_resident
 
 
-# -- slots come and go ----------------------------------------------------------------------------
-
-
 def test_adopting_needs_the_right_size_and_a_free_slot() -> None:
     bench = Bench(2)
     chunk = bench.chunk(1.0)
@@ -307,12 +301,6 @@ def test_nothing_is_under_way_from_memory_that_is_given_back(
     assert bench.writes() == []
     assert chunk.writing is None
     assert float(bench.tensors[chunk][0]) == 5.0
-
-
-def test_releasing_more_often_than_leasing_is_an_error() -> None:
-    bench = Bench(1)
-    with pytest.raises(InternalError, match="more often than leased"):
-        bench.store.release([bench.chunk(1.0)])
 
 
 # -- a disk that fails ----------------------------------------------------------------------------
@@ -387,25 +375,19 @@ def test_closing_names_what_is_lost_and_fills_it_with_nan() -> None:
     assert float(bench.tensors[kept][0]) == 2.0
 
 
-# -- threads --------------------------------------------------------------------------------------
-
-
 def test_threads_may_lease_at_once() -> None:
     bench = Bench(3)
     bench.lower = LateTier(RamTier(Ledger("lower", None), num_threads=2))
     chunks = [bench.chunk(float(i)) for i in range(6)]
     errors: list[object] = []
 
-    def work(mine: list[Chunk]) -> Callable[[], None]:
-        def run() -> None:
-            for number in range(60):
-                chunk = mine[number % 3]
-                if bench.value(chunk) != float(chunks.index(chunk)):
-                    errors.append(chunk.label)
+    def work(mine: list[Chunk]) -> None:
+        for number in range(60):
+            chunk = mine[number % 3]
+            if bench.value(chunk) != float(chunks.index(chunk)):
+                errors.append(chunk.label)
 
-        return run
-
-    threads = [threading.Thread(target=work(chunks[i::2])) for i in range(2)]
+    threads = [threading.Thread(target=work, args=(chunks[i::2],)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -144,6 +144,18 @@ def test_resynchronising_prefers_the_place_with_our_past() -> None:
     assert trace.upcoming(1) == [4]
 
 
+def test_a_longer_common_past_wins_over_a_shorter_one() -> None:
+    """Both 1s follow an 8; only the far one follows 7 8."""
+    trace = after_step([0, 8, 1, 2, 7, 8, 1, 3, 7])
+    for key in (0, 7):
+        trace.access(key)
+    trace._cursor = 0  # as if lost: the recording alone decides
+    trace.access(8)
+    trace._cursor = 0
+    trace.access(1)
+    assert trace.upcoming(1) == [3]
+
+
 def test_the_context_counts_even_against_distance() -> None:
     """A jump: both 1s are ahead, the far one has our recent past before it."""
     trace = after_step([0, 1, 2, 3, 4, 6, 4, 1, 5])
@@ -175,6 +187,7 @@ def test_an_evaluation_between_steps_finds_back() -> None:
 
 
 def test_the_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step without end the latest accesses are kept."""
     monkeypatch.setattr(trace_module, "MAX_RECORDED", 10)
     trace = after_step(list(range(50)))
-    assert trace.upcoming(100) == list(range(10))
+    assert trace.upcoming(100) == list(range(40, 50))

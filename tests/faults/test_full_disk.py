@@ -71,11 +71,15 @@ def test_training_goes_on_once_there_is_room_again(tmp_path: Path, full_disk: li
     for p in model.parameters():
         p.data.mul_(1.0)  # something to be written
     full_disk.append(0)
-    with pytest.raises(DiskError):
+
+    def change_and_run() -> None:
         for _ in range(3):
             model(torch.ones(2, 32)).sum().item()
             for p in model.parameters():
                 p.data.mul_(1.0)
+
+    with pytest.raises(DiskError):
+        change_and_run()
     full_disk.clear()
     train(model, optimizer, range(2, 4))
     train(plain, plain_optimizer, range(2, 4))

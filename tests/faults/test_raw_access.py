@@ -221,7 +221,7 @@ def test_parameters_behave_as_parameters(tmp_path: Path) -> None:
         assert all(isinstance(p, nn.Parameter) for p in model.parameters())
         assert all(isinstance(p, torch.Tensor) for p in model.parameters())
         assert hashes[bias] == "layers.0.bias"
-        assert {p: 1 for p in model.parameters()}[bias] == 1
+        assert dict.fromkeys(model.parameters(), 1)[bias] == 1
         assert any(p is bias for p in model.parameters())
         assert bias in [bias]
         assert bias in set(model.parameters())

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .record import Record, Report, compare, ordinary_problems, snapshot
+from zeepo.verify.record import Record, Report, compare, ordinary_problems, snapshot
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -214,12 +214,12 @@ def check(
     placement: str,
     scratch: Path,
     *,
-    ram_scale: float = 1.0,
+    extra_bytes: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Run a case under zeepo and report how it differs from the plain run.
 
-    `ram_scale` multiplies the least ram; `options` go to `zeepo.init` as they are.
+    `extra_bytes` are added to the least ram; `options` go to `zeepo.init` as they are.
     """
     began = time.perf_counter()
     expected = expected_record(case_.name)
@@ -227,7 +227,7 @@ def check(
     from zeepo.engine.tuning import tuned
 
     with tuned(**TUNING.get(placement, {})):
-        ram_bytes = int(probe_minimum_ram(case_, chosen) * ram_scale)
+        ram_bytes = probe_minimum_ram(case_, chosen) + extra_bytes
         gc.collect()
         actual = run_zeepo(case_, ram_bytes, chosen)
     return Report(

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         managed=False,
         num_steps=arguments.steps,
         observe_all=True,
-        log="",
+        directory=os.getcwd(),
         options=_chosen_options(arguments),
         sabotage=os.environ.get(SABOTAGE_VARIABLE, ""),
     )

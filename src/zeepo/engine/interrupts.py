@@ -91,11 +91,18 @@ class Interrupts:
             self._is_held = False
 
     def remove(self) -> None:
-        """Python's own handler again, unless the user has set another meanwhile."""
-        if self._is_installed and threading.current_thread() is threading.main_thread():
-            self._is_installed = False
-            if signal.getsignal(signal.SIGINT) == self._handle:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+        """Python's own handler again, unless the user has set another meanwhile.
+
+        An interrupt that was waiting is raised now: the engine has nothing left to do.
+        """
+        if not self._is_installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._is_installed = False
+        is_waiting, self._since = self._since is not None, None
+        if signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if is_waiting:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _send_again(interrupts: Interrupts) -> None:

@@ -56,6 +56,17 @@ class Session:
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._closed = False
+        self._interrupts = Interrupts()
+        try:
+            self._open(options)
+        except BaseException:
+            self._interrupts.remove()
+            raise
+
+    # -- setting up -------------------------------------------------------------------------------
+
+    def _open(self, options: Options) -> None:
+        """Plan, refuse what cannot be, take everything over; on failure nothing is changed."""
         refuse_unmanageable(self._models, self._optimizers)
         units = self._find_units()
         self.plan = plan_session(self._models, self._optimizers, units, options)
@@ -77,7 +88,6 @@ class Session:
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
         self._regions = Regions(self._manager)
-        self._interrupts = Interrupts()
         try:
             self._adopt_units(units)
             for optimizer in self._optimizers:
@@ -87,8 +97,6 @@ class Session:
             with contextlib.suppress(CorruptionError):  # the first error is the one to tell
                 self._give_everything_back()
             raise
-
-    # -- setting up -------------------------------------------------------------------------------
 
     def _find_units(self) -> list[Unit]:
         taken: set[int] = set()

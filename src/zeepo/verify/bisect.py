@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ class Feature:
     text: str
     options: dict[str, Any] = field(default_factory=dict)
     tuning: dict[str, Any] = field(default_factory=dict)
+    """Settings; None is a value that depends on the model."""
 
 
 def _in_ram(*kinds: str) -> dict[str, Any]:
@@ -30,7 +32,7 @@ FEATURES = (
     Feature("same", "nothing changed (does it happen again?)"),
     Feature("prefetch", "prefetch off", tuning={"prefetch": False}),
     Feature("whole", "parameters updated whole", tuning={"piece_bytes": 1 << 40}),
-    Feature("pieces", "parameters updated in small pieces", tuning={"piece_bytes": 4096}),
+    Feature("pieces", "parameters updated in small pieces", tuning={"piece_bytes": None}),
     Feature("params", "params in ram", options=_in_ram("params")),
     Feature("grads", "grads in ram", options=_in_ram("grads")),
     Feature("optimizer_state", "optimizer_state in ram", options=_in_ram("optimizer_state")),
@@ -67,16 +69,25 @@ def trials(
     while waiting or running:
         while waiting and len(running) < at_once:
             feature = waiting.pop(0)
+            tuning = {
+                k: small_piece_bytes(plain) if v is None else v for k, v in feature.tuning.items()
+            }
             changed = replace(
                 job,
                 options={**job.options, **feature.options},
-                tuning={**job.tuning, **feature.tuning},
+                tuning={**job.tuning, **tuning},
             )
             running.append((feature, stage.start(changed)))
         feature, run = running.pop(0)
         difference = compare_with_finished(plain, run)
         run.stop()
         yield Trial(feature, difference)
+
+
+def small_piece_bytes(plain: Run) -> int:
+    """A size of pieces that cuts the largest parameter into a few."""
+    items = [i for i in plain.batches[-1].items if i.phase.startswith("parameter")]
+    return max(4096, max((math.prod(i.shape) for i in items), default=0))
 
 
 def verdict(found: Sequence[Trial]) -> str:

@@ -209,6 +209,7 @@ def _traceback_of_program(error: BaseException) -> str:
 
 def run_job(job: Job, channel: Channel) -> NoReturn:
     """In a freshly forked process: redirect what the program prints, and run it."""
+    os.chdir(job.directory)
     os.environ["ZEEPO_VERIFY"] = "managed" if job.managed else "plain"
     log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):

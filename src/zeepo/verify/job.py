@@ -25,7 +25,9 @@ class Job:
     num_steps: int
     observe_all: bool
     """Every tensor of every step; else losses, and every tensor at the end, without stopping."""
-    log: str
+    directory: str
+    """Where the program is run."""
+    log: str = ""
     """The file that gets what the program prints."""
     disk: str = ""
     """The temporary directory for a program that states no disk."""

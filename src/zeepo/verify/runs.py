@@ -51,7 +51,13 @@ class Stage:
         environ = {**os.environ, "PYTHONHASHSEED": "0"}
         environ.pop(SABOTAGE_VARIABLE, None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "zeepo.verify.stage", str(theirs.fileno())],
+            [
+                sys.executable,
+                "-m",
+                "zeepo.verify.stage",
+                str(theirs.fileno()),
+                str(self.directory),
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -86,6 +92,12 @@ class Stage:
         reply: dict[str, Any] = json.loads(data)
         return reply
 
+    def stop_runs(self) -> None:
+        """End every run that still stands or runs."""
+        for run in self._runs:
+            run.stop()
+        self._runs.clear()
+
     def new_path(self) -> Path:
         return self.directory / f"value{next(self._numbers)}"
 
@@ -99,8 +111,7 @@ class Stage:
         trace: TracebackType | None,
     ) -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            for run in self._runs:
-                run.stop()
+            self.stop_runs()
         self._control.close()
         self._process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)

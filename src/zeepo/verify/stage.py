@@ -1,14 +1,16 @@
 """The process that forks the runs: it imports torch and zeepo once, and does nothing else.
 
-Run as `python -m zeepo.verify.stage FD`, FD being a socket on which jobs come, each with the
-socket of its run. Forking is safe because nothing here starts a thread or computes anything.
-It leaves when the command does.
+Run as `python -m zeepo.verify.stage FD DIRECTORY`, FD being a socket on which jobs come, each with
+the socket of its run. Forking is safe because nothing here starts a thread or computes anything.
+When the command is gone, however it ended, so are its runs and its temporary directory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import socket
 import sys
 from typing import Any
@@ -27,14 +29,19 @@ def warm_up() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
-def serve(control: socket.socket) -> None:
-    """Answer until the command closes its end."""
+def serve(control: socket.socket, running: set[int]) -> None:
+    """Answer until the command closes its end; `running` are the processes not waited for."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, 1)
         if not data:
             return
         message = json.loads(data)
-        reply = _start(message, descriptors[0], control) if descriptors else _wait(message)
+        if descriptors:
+            reply = _start(message, descriptors[0], control)
+            running.add(reply["pid"])
+        else:
+            reply = _wait(message)
+            running.discard(message["pid"])
         control.send(json.dumps(reply).encode())
 
 
@@ -54,6 +61,17 @@ def _wait(message: dict[str, Any]) -> dict[str, int]:
     return {"status": os.waitstatus_to_exitcode(status)}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    running: set[int] = set()
     warm_up()
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        serve(control, running)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from .record import Record, compare, ordinary_problems, snapshot, values_of
+from zeepo.verify.record import Record, compare, ordinary_problems, snapshot
+from zeepo.verify.values import values_of
 
 
 def _record(*items: object) -> Record:
@@ -51,6 +52,9 @@ DIFFERENT = [
     (torch.ones(2), torch.ones(1, 2)),
     (1.0, 1.0 + 2**-52),
     (1, 1.0),
+    (1, 2),
+    (True, False),
+    ("step", "epoch"),
     (None, torch.zeros(1)),
     (torch.eye(2).to_sparse(), torch.eye(2)),
     ({"a": 1}, {"b": 1}),
@@ -71,6 +75,12 @@ def test_the_first_difference_is_named() -> None:
     (difference,) = compare(expected, _record(torch.zeros(7), changed, torch.ones(7)))
     assert difference.name == "loss[1]"
     assert "1 of 7 elements differ, first at flat index 3" in difference.detail
+
+
+def test_numbers_are_shown_as_numbers() -> None:
+    (number,) = compare(_record(0.5), _record(0.25))
+    (count,) = compare(_record(12), _record(13))
+    assert (number.detail, count.detail) == ("expected 0.5, got 0.25", "expected 12, got 13")
 
 
 def test_an_observation_is_copied_when_it_is_made() -> None:
