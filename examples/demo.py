@@ -2,9 +2,9 @@
 
 Two processes train the same model on the same text (the Python standard library's own sources),
 one with plain PyTorch, one with zeepo and everything on disk. The losses are compared bit for bit,
-and the growth of resident memory, from before the model is built, is read from the operating system.
+and the growth of resident memory since before the model was built is read from the system.
 
-    python examples/demo.py [--steps 8] [--width 512] [--layers 8]
+    python examples/demo.py [--steps 8] [--width 512] [--layers 16]
 """
 
 from __future__ import annotations

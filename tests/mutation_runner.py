@@ -27,7 +27,7 @@ import torch
 import zeepo
 from tests.parity import cases_backward, cases_extra, cases_structure, cases_user  # noqa: F401
 from tests.parity.harness import CASES, check, expected_record
-from zeepo.chunks import store
+from zeepo.chunks import moves
 from zeepo.engine.tuning import tuned
 from zeepo.memory.block_io import BlockIO
 from zeepo.sabotage import sabotage
@@ -47,7 +47,7 @@ class Run:
     extra_bytes: int = 0
     """A little more than the least ram lets something stay there for a while."""
     piece_bytes: int = 32 << 20
-    lookahead: int = store.LOOKAHEAD_CHUNKS
+    lookahead: int = moves.LOOKAHEAD_CHUNKS
 
 
 PLAIN = Run("plain_perceptron_adamw")
@@ -93,7 +93,7 @@ def slow_disk(seconds: float) -> Iterator[None]:
 
 def try_run(run: Run, scratch: Path) -> str:
     """Why the case fails; empty when it passes."""
-    store.LOOKAHEAD_CHUNKS = run.lookahead
+    moves.LOOKAHEAD_CHUNKS = run.lookahead
     with ExitStack() as stack:
         stack.enter_context(tuned(piece_bytes=run.piece_bytes))
         if run.delay_seconds:

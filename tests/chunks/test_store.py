@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.chunks.late_tier import Boom, LateTier
-from zeepo.chunks import store as store_module
+from zeepo.chunks import moves as moves_module
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.layout import pack
 from zeepo.chunks.store import ChunkStore
@@ -123,7 +123,7 @@ def test_slots_of_one_chunk_are_apart() -> None:
 
 def forecast_early_writes(bench: Bench, patch: pytest.MonkeyPatch) -> list[Chunk]:
     """Four chunks, all in RAM, each used far enough ahead to be written early when changed."""
-    patch.setattr(store_module, "LOOKAHEAD_CHUNKS", 1)
+    patch.setattr(moves_module, "LOOKAHEAD_CHUNKS", 1)
     chunks = [bench.chunk(float(i)) for i in range(4)]
     bench.use(*chunks)
     bench.store.trace.end_step()

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from tests.chunks.late_tier import LateTier
-from zeepo.chunks import store as store_module
+from zeepo.chunks import moves as moves_module
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.layout import pack
 from zeepo.chunks.storages import memory_of
@@ -62,8 +62,8 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(store_module, "LOOKAHEAD_CHUNKS", 1)  # few chunks: see early writes
-        self.patch.setattr(store_module, "PRESSURE", 0.25)
+        self.patch.setattr(moves_module, "LOOKAHEAD_CHUNKS", 1)  # few chunks: see early writes
+        self.patch.setattr(moves_module, "PRESSURE", 0.25)
         self.lower = LateTier(self.make_lower())
         self.expected: dict[Place, bytes] = {}
         self.storages: dict[Place, torch.UntypedStorage] = {}

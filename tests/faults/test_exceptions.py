@@ -117,7 +117,6 @@ def test_training_goes_on(tmp_path: Path, training: Training) -> None:
     assert_same(model, optimizer, plain, plain_optimizer)
 
 
-@pytest.mark.xfail(reason="the first layer is not leased in eval", strict=True)
 def test_fast_path_of_the_transformer(tmp_path: Path) -> None:
     """An exception while parameters wear the ordinary class does not leave them so."""
     torch.manual_seed(0)

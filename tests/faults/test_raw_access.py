@@ -81,7 +81,7 @@ import numpy as np
 from tests.faults.small import *
 model, optimizer = build()
 plain, plain_optimizer = build()
-session = open_at_minimum(model, optimizer, Path(sys.argv[1]), extra=200000)
+session = open_at_minimum(model, optimizer, Path(sys.argv[1]), extra=60000)
 train(model, optimizer, range(2)); train(plain, plain_optimizer, range(2))
 arrays = [
     np.from_dlpack(model.layers[2].weight.detach()),
@@ -100,7 +100,6 @@ print("end")
 """
 
 
-@pytest.mark.xfail(reason="dlpack exports are leased until the next step only", strict=True)
 def test_dlpack(tmp_path: Path) -> None:
     done = run_program(DLPACK, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -232,7 +231,7 @@ def test_parameters_behave_as_parameters(tmp_path: Path) -> None:
         assert [x.item() for x in bias] == [x.item() for x in twin]
         assert len(bias) == len(twin)
         assert bool((bias == twin).all())
-        assert bias[0].item() == float(bias[0]) == twin[0].item()
+        assert bias[0].item() == float(bias.detach()[0]) == twin[0].item()
         assert int(bias.numel()) == 32
         assert np.array_equal(np.asarray(bias.detach()), twin.detach().numpy())
         assert (bias.detach() + 1 == 1 + twin.detach()).all()
@@ -245,7 +244,6 @@ def test_parameters_behave_as_parameters(tmp_path: Path) -> None:
             bias.item()
 
 
-@pytest.mark.xfail(reason="Tensor.__format__ wants exactly torch.Tensor", strict=True)
 def test_elements_can_be_formatted(tmp_path: Path) -> None:
     model, optimizer = build()
     expected = f"{model.layers[0].bias[0]:.3f}"

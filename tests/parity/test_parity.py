@@ -11,6 +11,7 @@ from zeepo.verify.record import compare
 from . import (  # noqa: F401  (importing registers the cases)
     cases_backward,
     cases_compile,
+    cases_extra,
     cases_hf,
     cases_hooks,
     cases_modules,
@@ -31,14 +32,36 @@ except ImportError:
     _init = None  # type: ignore[assignment]
 
 
-EVERY_PLACEMENT = (
-    "accumulation_set_to_none_false checkpoint_reentrant checkpoint_non_reentrant custom_function "
-    "early_exit eval_between_steps_inference_mode exception_in_forward gan grad_scaler_clipped "
-    "gradient_penalty hf_gpt2 hf_llama language_model_borrowed language_model_tied lora "
-    "mixture_of_experts optimizer_adamw_fused optimizer_sgd_momentum_foreach recurrent_lstm "
-    "sparse_gradients_sgd state_dict_round_trip transformer_encoder unused_this_step weight_norm "
-    "writes_of_gradients writes_through_old_list clip_grad_norm_2_foreach_none adafactor_single"
-).split()
+EVERY_PLACEMENT = [
+    "accumulation_set_to_none_false",
+    "checkpoint_reentrant",
+    "checkpoint_non_reentrant",
+    "custom_function",
+    "early_exit",
+    "eval_between_steps_inference_mode",
+    "exception_in_forward",
+    "gan",
+    "grad_scaler_clipped",
+    "gradient_penalty",
+    "hf_gpt2",
+    "hf_llama",
+    "language_model_borrowed",
+    "language_model_tied",
+    "lora",
+    "mixture_of_experts",
+    "optimizer_adamw_fused",
+    "optimizer_sgd_momentum_foreach",
+    "recurrent_lstm",
+    "sparse_gradients_sgd",
+    "state_dict_round_trip",
+    "transformer_encoder",
+    "unused_this_step",
+    "weight_norm",
+    "writes_of_gradients",
+    "writes_through_old_list",
+    "clip_grad_norm_2_foreach_none",
+    "adafactor_single",
+]
 """Cases that the short run tries in every placement; the others only with everything on disk."""
 
 

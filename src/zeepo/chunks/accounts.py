@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zeepo.chunks.chunk import Chunk
+from zeepo.chunks.chunk import Chunk, Kind
+from zeepo.chunks.eviction import Candidate
+from zeepo.chunks.trace import Trace
 from zeepo.memory.ledger import Ledger
 from zeepo.units import format_bytes
 
@@ -21,6 +23,31 @@ class StoreCounters:
     bytes_fetched: int = 0
     bytes_evicted: int = 0
     seconds_waited: float = 0.0
+
+
+def candidates(
+    chunks: Iterable[Chunk], trace: Trace, *, only_clean: bool = False
+) -> list[Candidate]:
+    """What may leave RAM now."""
+    return [
+        Candidate(c.key, c.resident_bytes, trace.next_use(c.key), not c.is_dirty)
+        for c in chunks
+        if c.leases == 0
+        and c.home is not None
+        and (c.is_resident or c.fetching is not None)
+        and not (only_clean and (c.is_dirty or c.writing is not None))
+    ]
+
+
+def can_be_made_stale(chunk: Chunk) -> bool:
+    """Whether sabotage may drop a chunk's changes here (tests only)."""
+    return (
+        chunk.kind is Kind.STATE
+        and chunk.is_resident
+        and chunk.leases == 1
+        and chunk.lower_version >= 0
+        and chunk.writing is None
+    )
 
 
 def no_room_message(chunks: Iterable[Chunk], ledger: Ledger, nbytes: int) -> str:

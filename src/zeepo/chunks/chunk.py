@@ -61,6 +61,8 @@ class Chunk:
         self.extent: Extent | None = None
         self.expected_writes = 0
         self.leases = 0
+        self.may_be_prefetched = True
+        """False for what is assembled from other chunks: that needs their room too."""
         self.raw_holds = 0
         """How many leases are held by addresses outside torch (numpy, data_ptr)."""
 

@@ -38,14 +38,14 @@ def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimi
             _refuse_module(name or "the model", module)
         for name, p in model.named_parameters(prefix=prefix):
             named.setdefault(id(p), (name, p))
-    for name, p in loose_parameters(optimizers, named):
-        named.setdefault(id(p), (name, p))
+    for name, loose in loose_parameters(optimizers, named):
+        named.setdefault(id(loose), (name, loose))
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for name, p in named.values():
-        _refuse_parameter(name, p)
-        low = p.data_ptr()
-        span = (low, low + p.numel() * p.element_size(), name)
-        ranges.setdefault(address(p.untyped_storage()), []).append(span)
+    for name, tensor in named.values():
+        _refuse_parameter(name, tensor)
+        low = tensor.data_ptr()
+        span = (low, low + tensor.numel() * tensor.element_size(), name)
+        ranges.setdefault(address(tensor.untyped_storage()), []).append(span)
     _refuse_overlap(ranges.values())
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class NodeLeases:
     def __init__(self, store: ChunkStore, by_storage: Mapping[int, Chunk]):
         self._store = store
         self._by_storage = by_storage
-        self._held: list[_NodeLease] = []
+        self._held: list[tuple[int, _NodeLease]] = []
+        """With the thread whose backward holds it."""
 
     def attach(self, node: Any, chunks: Sequence[Chunk]) -> None:
         lease = _NodeLease(self, tuple(chunks))
@@ -53,7 +55,7 @@ class NodeLeases:
 
     def enter(self, lease: _NodeLease) -> None:
         self._store.lease(lease.chunks)
-        self._held.append(lease)
+        self._held.append((get_ident(), lease))
         lease.first_node = torch._C._autograd._get_sequence_nr()
         if sabotaged("backward.lease"):
             for chunk in lease.chunks:
@@ -63,8 +65,9 @@ class NodeLeases:
     def leave(self, lease: _NodeLease, grads: Any) -> None:
         if torch.is_grad_enabled():  # create_graph: backward itself made nodes that save weights
             self.attach_to_new(tensors_in(grads), lease.first_node, lease.chunks)
-        if lease in self._held:
-            self._held.remove(lease)
+        entry = (get_ident(), lease)
+        if entry in self._held:
+            self._held.remove(entry)
             self._store.release(lease.chunks)
 
     def forget_all(self) -> None:
@@ -72,11 +75,13 @@ class NodeLeases:
         self._held.clear()
 
     def give_back_stale(self) -> None:
-        """Outside backward no node is running: what is still held was left by an exception."""
+        """Outside backward no node of this thread runs: what it holds was left by an exception."""
         if self._held and torch._C._current_graph_task_id() == -1:
-            for lease in self._held:
-                self._store.release(lease.chunks)
-            self._held.clear()
+            thread = get_ident()
+            stale = [entry for entry in self._held if entry[0] == thread]
+            for entry in stale:
+                self._held.remove(entry)
+                self._store.release(entry[1].chunks)
 
 
 class _NodeLease:

@@ -14,7 +14,6 @@ The kernels of autograd do not call Python; `backward.py` leases for them.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -22,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from zeepo.chunks.chunk import Chunk
+from zeepo.engine.torch_functions import LISTWISE, METADATA, RUNS_BACKWARD, Function
 from zeepo.errors import UnsupportedError
 
-Function = Callable[..., Any]
 _TENSOR: Any = Tensor  # torch's stubs type attributes of the class as values of an instance
 plain_torch = torch._C.DisableTorchFunctionSubclass
 
@@ -104,10 +103,6 @@ def _dispatch(func: Function, args: Any, kwargs: Any) -> Any:
     return home.manager.run(func, args, kwargs, managed)
 
 
-LISTWISE = ("_foreach_", "_amp_foreach_", "_fused_")
-"""Functions over lists of tensors that treat each index by itself."""
-
-
 def _one_by_one(func: Function, args: Any, kwargs: Any) -> Any:
     """Run a listwise function index by index, so that only one tensor is leased at a time.
 
@@ -158,6 +153,16 @@ class _Intercepting:
         """Pickles as an ordinary tensor, so that plain PyTorch can load it."""
         copy: Any = ordinary_copy(self)  # type: ignore[arg-type]
         return copy.__reduce_ex__(protocol)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch does not dispatch it; on a managed tensor it would leave the slot behind."""
+        if home_of(self) is not None:
+            _refuse(Tensor.set_, (self, *args), kwargs, [self])  # type: ignore[list-item]
+        with plain_torch():
+            return _TENSOR.set_(self, *args, **kwargs)
+
+    def __format__(self, spec: str) -> str:
+        return format(ordinary_copy(self), spec)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return repr(ordinary_copy(self))  # type: ignore[arg-type]
@@ -246,6 +251,16 @@ def _raw_object(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -
     return result
 
 
+def _dlpack(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
+    """Exported through a numpy view, whose life is followed; narrow floats as integers."""
+    tensor = managed[0].detach()
+    dtype = tensor.dtype
+    if dtype.is_floating_point and dtype not in (torch.float16, torch.float32, torch.float64):
+        tensor = tensor.view({1: torch.uint8, 2: torch.int16}[dtype.itemsize])
+    view = torch.from_numpy(tensor.numpy()).view(dtype)
+    return func(view, *args[1:], **kwargs)
+
+
 def _raw_address(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
     """An address or a storage cannot be followed: leased until the next optimizer step."""
     home = home_of(managed[0])
@@ -293,120 +308,6 @@ def _refuse(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> An
     )
 
 
-def _getters(*names: str) -> set[Function]:
-    return {
-        getattr(Tensor, name).__get__
-        for name in names
-        if hasattr(getattr(Tensor, name, None), "__get__")
-    }
-
-
-METADATA: set[Function] = _getters(
-    *[
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "ndim",
-        "names",
-        "output_nr",
-        "_version",
-        "itemsize",
-    ],
-    *[
-        "nbytes",
-        "is_cpu",
-        "is_cuda",
-        "is_sparse",
-        "is_mps",
-        "is_meta",
-        "is_quantized",
-        "is_mkldnn",
-        "is_nested",
-        "is_xla",
-    ],
-    *[
-        "_backward_hooks",
-        "retains_grad",
-        "_post_accumulate_grad_hooks",
-        "_base",
-        "name",
-        "volatile",
-    ],
-)
-METADATA |= {
-    _TENSOR.requires_grad.__set__,
-    _TENSOR._backward_hooks.__set__,
-    _TENSOR._post_accumulate_grad_hooks.__set__,
-}
-METADATA |= {
-    getattr(Tensor, name)
-    for name in [
-        "size",
-        "stride",
-        "dim",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_conj",
-        "is_neg",
-        "is_signed",
-        "is_inference",
-        "storage_offset",
-        "get_device",
-        "is_same_size",
-        "__len__",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad_",
-        "retain_grad",
-        "has_names",
-        "dim_order",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty_strided",
-        "is_shared",
-        "is_pinned",
-        "sparse_dim",
-        "dense_dim",
-        "_is_view",
-        "is_coalesced",
-        "ndimension",
-    ]
-    if hasattr(Tensor, name)
-}
-METADATA |= {
-    getattr(torch, name)
-    for name in [
-        "is_floating_point",
-        "is_complex",
-        "numel",
-        "is_same_size",
-        "result_type",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "is_signed",
-        "is_conj",
-        "is_neg",
-        "is_inference",
-        "get_device",
-    ]
-    if hasattr(torch, name)
-}
-
 SPECIAL: dict[Function, Callable[..., Any]] = {_TENSOR.data.__set__: _set_data}
 
 
@@ -420,31 +321,10 @@ _specialise(
     torch, "cat concat concatenate stack hstack vstack dstack row_stack column_stack", _joined
 )
 _specialise(Tensor, "numpy __array__", _raw_object)
+_specialise(Tensor, "__dlpack__", _dlpack)
 _specialise(
     Tensor,
-    "data_ptr const_data_ptr untyped_storage storage _typed_storage __dlpack__",
+    "data_ptr const_data_ptr untyped_storage storage _typed_storage",
     _raw_address,
 )
 _specialise(Tensor, "set_ resize_ resize_as_ share_memory_ __setstate__", _refuse)
-
-
-def _never(*_: Any) -> bool:
-    return False
-
-
-def _without_dispatch(function: Any) -> Function:
-    """A copy of a function of torch's that does not ask whether its arguments intercept.
-
-    Used where the function runs the user's code: that must not happen with interception off.
-    """
-    names = {**function.__globals__, "has_torch_function": _never}
-    names["has_torch_function_unary"] = _never
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-RUNS_BACKWARD: dict[Function, Function] = {
-    torch.autograd.grad: _without_dispatch(torch.autograd.grad),
-    Tensor.backward: _without_dispatch(Tensor.backward),
-}

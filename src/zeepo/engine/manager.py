@@ -7,6 +7,7 @@ the data. It owns the store and the table of storages; it knows nothing of optim
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.engine.backward import NodeLeases, tensors_in
 from zeepo.engine.gradients import Gradients
 from zeepo.engine.managed import (
-    Function,
     Home,
     ManagedTensor,
     home_of,
@@ -29,6 +29,7 @@ from zeepo.engine.managed import (
     storage_of,
     write_autograd_grad,
 )
+from zeepo.engine.torch_functions import Function
 from zeepo.errors import UnsupportedError
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
@@ -49,6 +50,7 @@ class Manager:
         self.gradients = Gradients(self, store, self.grad_chunk)
         self.node_leases = NodeLeases(store, self.by_storage)
         self._until_step: list[Chunk] = []
+        self._ended_raw_leases: deque[Chunk] = deque()
         self._hook_handles: list[Any] = []
         self._hooked: set[int] = set()
 
@@ -125,6 +127,8 @@ class Manager:
     def run(self, func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
         """Call `func` with the chunks of its managed arguments leased."""
         self.node_leases.give_back_stale()
+        if self._ended_raw_leases:
+            self._drain_raw_leases()
         homes = [home for home in map(home_of, managed) if home is not None]
         chunks = list({home.chunk.key: home.chunk for home in homes}.values())
         with plain_torch():
@@ -193,7 +197,8 @@ class Manager:
         """Keep a chunk resident while `obj` lives; it may be written through `obj`."""
         self.store.lease([home.chunk])
         home.chunk.raw_holds += 1
-        weakref.finalize(obj, self._end_raw_lease, home.chunk)
+        # Garbage is collected in any thread, also one we wait for: only note it there.
+        weakref.finalize(obj, self._ended_raw_leases.append, home.chunk)
 
     def _end_raw_lease(self, chunk: Chunk) -> None:
         chunk.raw_holds -= 1
@@ -208,7 +213,12 @@ class Manager:
             home.chunk.raw_holds += 1
             self._until_step.append(home.chunk)
 
+    def _drain_raw_leases(self) -> None:
+        while self._ended_raw_leases:
+            self._end_raw_lease(self._ended_raw_leases.popleft())
+
     def end_raw_leases(self) -> None:
+        self._drain_raw_leases()
         for chunk in self._until_step:
             self._end_raw_lease(chunk)
         self._until_step.clear()

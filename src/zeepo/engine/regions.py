@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from zeepo.chunks.store import Chunk
+from zeepo.engine.entrances import watch_entrances
 from zeepo.engine.managed import ManagedParameter, plain_torch
 from zeepo.engine.manager import Manager
-from zeepo.engine.transforms import watch_transforms
 
 _FAST_PATHS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -80,7 +80,7 @@ class Regions:
         for cls in (*_FAST_PATHS, nn.TransformerEncoder):
             self._patch_fast_path(cls)
         self._patch_torch()
-        self._undo.append(watch_transforms())
+        self._undo.append(watch_entrances())
 
     # -- torch's fast paths ------------------------------------------
 

@@ -165,6 +165,7 @@ class States:
         chunk = self._store.create(
             Kind.STATE, label, pack([(label, total)]), PartsTier(self._store, parts)
         )
+        chunk.may_be_prefetched = False
         with plain_torch():
             shell = torch.empty(0, dtype=dtype)
             storage = new_storage(0)

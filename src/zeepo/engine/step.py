@@ -153,15 +153,15 @@ class OptimizerStep:
                 if cut.tensor in wanted
             ]
             self._store.make_room(self._new_state_bytes(parts))
+            if not sabotaged("update.mark"):  # before: an update that raises half-way changed too
+                for changed in (chunk, *states):
+                    self._store.mark_changed(changed)
             with plain_torch():
                 new_states = run_on(
                     self.optimizer,
                     self._groups(parts),
                     {part.tensor: part.state for part in parts if part.state},
                 )
-            if not sabotaged("update.mark"):
-                for changed in (chunk, *states):
-                    self._store.mark_changed(changed)
             for part in parts:
                 self._keep_state(part, piece, new_states.get(part.tensor, {}))
         finally:

@@ -39,17 +39,17 @@ def cgroup_available_bytes(
     free: list[int] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        relative = path.lstrip("/")
+        relative = Path(path.lstrip("/"))
         if "memory" in controllers.split(","):
-            folder, limit, usage = root / "memory" / relative, "limit_in_bytes", "usage_in_bytes"
-            limit, usage = f"memory.{limit}", f"memory.{usage}"
+            top, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         elif controllers == "":
-            folder, limit, usage = root / relative, "memory.max", "memory.current"
+            top, limit, usage = root, "memory.max", "memory.current"
         else:
             continue
-        most, used = _read_int(folder / limit), _read_int(folder / usage)
-        if most is not None and used is not None and most < 1 << 60:
-            free.append(max(0, most - used))
+        for folder in (relative, *relative.parents):  # a limit on a parent holds for us too
+            most, used = _read_int(top / folder / limit), _read_int(top / folder / usage)
+            if most is not None and used is not None and most < 1 << 60:
+                free.append(max(0, most - used))
     return min(free) if free else None
 
 

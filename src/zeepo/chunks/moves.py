@@ -1,0 +1,229 @@
+"""How chunks come up and go down: room, writes, reads, reading ahead and writing early.
+
+Called by the store under its lock. A transfer is started here and met again at one place, `wait`.
+Who goes is decided by `eviction`, what comes early by `trace`.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from zeepo.chunks.accounts import StoreCounters, can_be_made_stale, candidates, no_room_message
+from zeepo.chunks.chunk import Chunk
+from zeepo.chunks.eviction import choose_victims
+from zeepo.chunks.layout import align_up
+from zeepo.chunks.losses import named
+from zeepo.chunks.trace import Trace
+from zeepo.errors import BudgetError, DiskError, InternalError
+from zeepo.memory.pool import BufferPool
+from zeepo.sabotage import sabotaged
+
+PAGE_BYTES = 4096
+LOOKAHEAD_CHUNKS = 24
+PRESSURE = 0.5
+"""Above this share of the budget, changed chunks are written before their room is needed."""
+
+
+class Moves:
+    """The chunks of a store and their way between RAM and their home tiers."""
+
+    def __init__(self, pool: BufferPool):
+        self.pool = pool
+        self.ledger = pool.ledger
+        self.trace = Trace()
+        self.counters = StoreCounters()
+        self.chunks: dict[int, Chunk] = {}
+
+    # -- moving down ------------------------------------------------------------------------------
+
+    def make_buffer_room(self, nbytes: int) -> None:
+        """Evict until the pool can hand out a buffer."""
+        while not self.pool.can_acquire(nbytes):
+            self.evict_for(nbytes)
+
+    def make_ledger_room(self, nbytes: int) -> None:
+        """Evict until the ledger has room for memory that is not the pool's."""
+        while not self.ledger.can_reserve(nbytes):
+            if self.pool.idle_bytes:
+                self.pool.trim(nbytes - self.ledger.free_bytes)
+            else:
+                self.evict_for(nbytes)
+
+    def missing_bytes(self, nbytes: int) -> int:
+        """How much has to leave so that `nbytes` fit, once idle buffers are unmapped."""
+        limit = self.ledger.limit_bytes or 0
+        return max(1, nbytes - (limit - self.ledger.used_bytes) - self.pool.idle_bytes)
+
+    def evict_for(self, nbytes: int) -> None:
+        victims = choose_victims(
+            candidates(self.chunks.values(), self.trace), self.missing_bytes(nbytes)
+        )
+        if victims is None:
+            raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
+        for key in victims:
+            self.start_write(self.chunks[key])
+        for key in victims:
+            self.evict(self.chunks[key])
+
+    def start_write(self, chunk: Chunk) -> None:
+        self.collect_write(chunk)
+        if not chunk.is_resident or not chunk.is_dirty or chunk.writing is not None:
+            return
+        if sabotaged("evict.write") and chunk.lower_version >= 0:
+            chunk.lower_version = chunk.version
+            return
+        assert chunk.home is not None
+        if chunk.extent is None:
+            chunk.extent = chunk.home.allocate(
+                chunk.label, max(1, chunk.layout.nbytes), chunk.layout.describe
+            )
+        chunk.writing_version = chunk.version
+        chunk.leases += 1  # a tier made of other chunks makes room while it writes
+        try:
+            chunk.writing = chunk.home.write(chunk.extent, chunk.pieces())
+        finally:
+            chunk.leases -= 1
+        chunk.expected_writes = chunk.extent.num_writes
+        self.counters.num_writes += 1
+        self.counters.bytes_evicted += chunk.layout.nbytes
+
+    def collect_write(self, chunk: Chunk) -> None:
+        """Take note of a write that is done, without waiting."""
+        if chunk.writing is not None and chunk.writing.done():
+            self.settle(chunk)
+
+    def settle(self, chunk: Chunk) -> None:
+        """Wait until no write reads from the chunk's memory."""
+        if chunk.writing is None:
+            return
+        future, chunk.writing = chunk.writing, None
+        chunk.lower_version = -1
+        if not sabotaged("evict.wait"):
+            try:
+                self.wait(future)
+            except DiskError as error:
+                raise named(error, chunk) from None
+            except BaseException:
+                self.finish_quietly(future)
+                raise
+        chunk.lower_version = chunk.version if sabotaged("write.clean") else chunk.writing_version
+
+    def evict(self, chunk: Chunk) -> None:
+        if chunk.leases or chunk.home is None:
+            raise InternalError(f"{chunk.label} is evicted while leased")
+        if chunk.fetching is not None:
+            self.finish_fetch(chunk)
+        while chunk.is_resident and (chunk.is_dirty or chunk.writing is not None):
+            self.start_write(chunk)
+            self.settle(chunk)
+        if chunk.is_resident:
+            chunk.clear()
+            self.counters.num_evictions += 1
+
+    def write_early(self, chunk: Chunk) -> None:
+        """Under pressure, write what is changed and not needed soon, while compute goes on."""
+        limit = self.ledger.limit_bytes
+        if chunk.home is None or limit is None or not chunk.is_resident or chunk.is_empty:
+            return
+        if self.ledger.used_bytes < PRESSURE * limit or not chunk.is_dirty:
+            return
+        next_use = self.trace.next_use(chunk.key)
+        if LOOKAHEAD_CHUNKS < next_use < float("inf"):
+            self.start_write(chunk)
+
+    # -- moving up --------------------------------------------------------------------------------
+
+    def start_fetch(self, chunk: Chunk) -> None:
+        if sabotaged("state.stale") and can_be_made_stale(chunk):
+            chunk.clear()
+            chunk.version = chunk.lower_version
+        if chunk.is_resident or chunk.fetching is not None or chunk.is_empty:
+            return
+        if chunk.extent is None or chunk.home is None or chunk.lower_version != chunk.version:
+            raise InternalError(
+                f"{chunk.label} version {chunk.version} is nowhere: the lower tier holds "
+                f"{chunk.lower_version}"
+            )
+        if chunk.extent.num_writes != chunk.expected_writes:
+            raise InternalError(f"{chunk.label} was written behind the store's back")
+        nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
+        self.make_buffer_room(nbytes)
+        chunk.buffer = self.pool.acquire(nbytes, chunk.kind.value)
+        chunk.leases += 1
+        try:
+            chunk.fetching = chunk.home.read(chunk.extent, chunk.buffer.memory)
+        except BaseException:
+            chunk.buffer.release()
+            chunk.buffer = None
+            raise
+        finally:
+            chunk.leases -= 1
+        self.counters.num_fetches += 1
+        self.counters.bytes_fetched += chunk.layout.nbytes
+
+    def finish_fetch(self, chunk: Chunk) -> None:
+        if chunk.fetching is None:
+            return
+        future, chunk.fetching = chunk.fetching, None
+        try:
+            if not sabotaged("fetch.wait"):
+                self.wait(future)
+        except BaseException as error:
+            assert chunk.buffer is not None
+            self.finish_quietly(future)
+            chunk.buffer.release()
+            chunk.buffer = None
+            if isinstance(error, DiskError):
+                raise named(error, chunk) from None
+            raise
+        chunk.place_in_buffer()
+        chunk.is_resident = True
+
+    def prefetch(self) -> None:
+        """Start reading what comes next, as far as room can be had without harm."""
+        for key in self.trace.upcoming(LOOKAHEAD_CHUNKS):
+            chunk = self.chunks.get(key)
+            if chunk is None or chunk.buffer is not None or not chunk.may_be_prefetched:
+                continue
+            if chunk.is_resident or chunk.is_empty:
+                continue
+            if chunk.extent is None or chunk.is_dirty:
+                continue
+            nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
+            if not self.pool.can_acquire(nbytes) and not self.make_room_early(chunk, nbytes):
+                return
+            self.start_fetch(chunk)
+            self.counters.num_prefetches += 1
+
+    def make_room_early(self, chunk: Chunk, nbytes: int) -> bool:
+        """Make room for a prefetch from clean chunks that are needed later than it."""
+        missing = self.missing_bytes(nbytes)
+        later_than = self.trace.next_use(chunk.key)
+        for other in self.chunks.values():
+            self.collect_write(other)
+        victims = choose_victims(
+            candidates(self.chunks.values(), self.trace, only_clean=True),
+            missing,
+            later_than=later_than,
+        )
+        if victims is None:
+            return False
+        for key in victims:
+            self.evict(self.chunks[key])
+        return self.pool.can_acquire(nbytes)
+
+    # -- waiting ----------------------------------------------------------------------
+
+    def wait(self, future: Future[None]) -> None:
+        """The one place where the training thread waits for a tier."""
+        started = time.perf_counter()
+        try:
+            future.result()
+        finally:
+            self.counters.seconds_waited += time.perf_counter() - started
+
+    @staticmethod
+    def finish_quietly(future: Future[None]) -> None:
+        """Let a transfer end, whatever its outcome: its memory must not be reused before."""
+        future.exception()
