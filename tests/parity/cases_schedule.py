@@ -121,7 +121,7 @@ def parameter_groups_by_name(start: Start) -> Observations:
         yield "names", optimizer.param_groups[0]["param_names"]
 
 
-@case("add_param_group_frozen")
+@case("add_param_group_frozen", placements=("disk", "params_ram"))  # in ram: not in the plan
 def add_param_group_frozen(start: Start) -> Observations:
     """Formerly frozen layers join the optimizer in a group of their own."""
     model = Perceptron()

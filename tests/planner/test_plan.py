@@ -138,7 +138,7 @@ def test_the_bill_of_an_example() -> None:
     # Computing: b (3 pages) and c (2), b's gradient as if all of it trained (3): 8.
     # Updating b: 3 + 3 + 2 x 1 = 8.
     assert sum(everything_down.items().values()) == 8 * page + 8 * MiB
-    assert everything_down.reserve == TORCH_GROWTH_BYTES + 18000
+    assert everything_down.reserve == TORCH_GROWTH_BYTES + 9000
     all_in_ram = example(placement=dict.fromkeys(KINDS, "ram"))
     assert all_in_ram.items() == {
         "params": 6 * page,

@@ -1,13 +1,17 @@
 """Which chunks have to leave. Pure.
 
 The best choice is the chunk whose next use is furthest away (Belady); the forecast comes from the
-trace of the last step. Between equals, the one that costs no write goes first.
+trace of the last step. To let a clean chunk go costs one read later, a changed one a write as well,
+so a changed chunk counts as if it were needed sooner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+CHANGED = 0.5
+"""How much nearer a changed chunk's next use counts: leaving costs two transfers, not one."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ def choose_victims(
     """
     ranked = sorted(
         (c for c in candidates if c.next_use > later_than and c.nbytes > 0),
-        key=lambda c: (-c.next_use, not c.is_clean, c.key),
+        key=lambda c: (-c.next_use * (1 if c.is_clean else CHANGED), not c.is_clean, c.key),
     )
     chosen: list[int] = []
     freed = 0

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import Future
 
 from zeepo.chunks.accounts import StoreCounters, can_be_made_stale, candidates, no_room_message
-from zeepo.chunks.chunk import Chunk
+from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.eviction import choose_victims
 from zeepo.chunks.layout import align_up
 from zeepo.chunks.losses import named
@@ -23,6 +23,9 @@ PAGE_BYTES = 4096
 LOOKAHEAD_CHUNKS = 24
 PRESSURE = 0.5
 """Above this share of the budget, changed chunks are written before their room is needed."""
+GRADS_STAY = 0.7
+"""Gradients are written early only when this share of the budget is changed: a gradient that can
+stay until the update is never written at all."""
 
 
 class Moves:
@@ -128,9 +131,14 @@ class Moves:
             return
         if self.ledger.used_bytes < PRESSURE * limit or not chunk.is_dirty:
             return
+        if chunk.kind is Kind.GRAD and self._changed_bytes() < GRADS_STAY * limit:
+            return
         next_use = self.trace.next_use(chunk.key)
         if LOOKAHEAD_CHUNKS < next_use < float("inf"):
             self.start_write(chunk)
+
+    def _changed_bytes(self) -> int:
+        return sum(c.resident_bytes for c in self.chunks.values() if c.is_dirty and c.is_resident)
 
     # -- moving up --------------------------------------------------------------------------------
 

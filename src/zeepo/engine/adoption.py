@@ -159,11 +159,17 @@ def plan_session(
         "optimizer_state": options.optimizer_state,
     }
     placement = {kind: default if where == "auto" else where for kind, where in wanted.items()}
+    # A frozen parameter in an optimizer may be unfrozen later: its gradient and state have room.
+    in_optimizers = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     unit_plans = tuple(
         UnitPlan(
             unit.name,
             unit.nbytes,
-            sum(p.numel() * p.element_size() for _, p in unit.parameters if p.requires_grad),
+            sum(
+                p.numel() * p.element_size()
+                for _, p in unit.parameters
+                if p.requires_grad or id(p) in in_optimizers
+            ),
         )
         for unit in units
     )

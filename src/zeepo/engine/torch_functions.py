@@ -152,5 +152,6 @@ def _without_dispatch(function: Any) -> Function:
 
 RUNS_BACKWARD: dict[Function, Function] = {
     torch.autograd.grad: _without_dispatch(torch.autograd.grad),
+    torch.autograd.backward: _without_dispatch(torch.autograd.backward),
     Tensor.backward: _without_dispatch(Tensor.backward),
 }

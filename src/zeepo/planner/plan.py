@@ -55,7 +55,7 @@ class Plan:
     def reserve(self) -> int:
         """Left to torch: its own growth, and the largest gradient before it is taken over."""
         largest = max((u.param_bytes for u in self.units), default=0)
-        return TORCH_GROWTH_BYTES + 2 * largest
+        return TORCH_GROWTH_BYTES + largest
 
     @property
     def minimum_ram(self) -> int:
