@@ -24,6 +24,11 @@ candidate_lists = st.lists(
 thresholds = st.sampled_from([-1.0, 0.0, 2.0, 5.0, math.inf])
 
 
+def distance(candidate: Candidate) -> float:
+    """How far a candidate counts as being: to let a changed one go costs twice as much."""
+    return candidate.next_use if candidate.is_clean else candidate.next_use / 2
+
+
 @given(candidate_lists, st.integers(0, 400), thresholds)
 def test_enough_comes_free_or_nothing_is_chosen(
     candidates: list[Candidate], needed: int, later_than: float
@@ -52,16 +57,16 @@ def test_nobody_who_stays_should_have_gone_first(
     by_key = {c.key: c for c in candidates}
     order = [by_key[k] for k in victims]
     for first, second in itertools.pairwise(order):
-        assert first.next_use >= second.next_use
-        if first.next_use == second.next_use:
+        assert distance(first) >= distance(second)
+        if distance(first) == distance(second):
             assert first.is_clean or not second.is_clean
     staying = [
         c for c in candidates if c.key not in victims and c.nbytes > 0 and c.next_use > later_than
     ]
     for kept in staying:
         for gone in order:
-            assert kept.next_use <= gone.next_use
-            if kept.next_use == gone.next_use:
+            assert distance(kept) <= distance(gone)
+            if distance(kept) == distance(gone):
                 assert gone.is_clean or not kept.is_clean
 
 
@@ -83,6 +88,13 @@ def test_the_furthest_goes_first() -> None:
     assert choose_victims([near, far, never], 25) == [3, 2, 1]
     assert choose_victims([near, far, never], 20) == [3, 2]
     assert choose_victims([near, far, never], 31) is None
+
+
+def test_a_changed_one_goes_only_when_it_is_twice_as_far() -> None:
+    clean = Candidate(1, 10, 10.0, True)
+    near, far = Candidate(2, 10, 19.0, False), Candidate(3, 10, 21.0, False)
+    assert choose_victims([clean, near], 10) == [1]
+    assert choose_victims([clean, far], 10) == [3]
 
 
 def test_between_equals_the_clean_one_goes() -> None:

@@ -66,7 +66,7 @@ EVERY_PLACEMENT = [
 
 
 def _mark(name: str, placement: str) -> list[pytest.MarkDecorator]:
-    is_short = placement in ("disk", "pieces") or name in EVERY_PLACEMENT
+    is_short = placement == "disk" or name in EVERY_PLACEMENT or name.startswith("wide_")
     return [pytest.mark.slow] if CASES[name].slow or not is_short else []
 
 
