@@ -28,7 +28,6 @@ INTERNAL_VARIABLES = (
     "ZEEPO_VERIFY",
     "ZEEPO_TUNING_PREFETCH",
     "ZEEPO_TUNING_PIECE_BYTES",
-    "ZEEPO_TUNING_SPLIT_UNITS",
 )
 """Variables of zeepo's own commands and tests (engine/tuning.py); not options of `init`."""
 

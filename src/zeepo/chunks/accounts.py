@@ -20,8 +20,6 @@ class StoreCounters:
     num_prefetches: int = 0
     num_evictions: int = 0
     num_writes: int = 0
-    bytes_fetched: int = 0
-    bytes_evicted: int = 0
     seconds_waited: float = 0.0
 
 

@@ -89,7 +89,6 @@ class Moves:
             chunk.leases -= 1
         chunk.expected_writes = chunk.extent.num_writes
         self.counters.num_writes += 1
-        self.counters.bytes_evicted += chunk.layout.nbytes
 
     def collect_write(self, chunk: Chunk) -> None:
         """Take note of a write that is done, without waiting."""
@@ -168,7 +167,6 @@ class Moves:
         finally:
             chunk.leases -= 1
         self.counters.num_fetches += 1
-        self.counters.bytes_fetched += chunk.layout.nbytes
 
     def finish_fetch(self, chunk: Chunk) -> None:
         if chunk.fetching is None:

@@ -21,7 +21,6 @@ from zeepo.engine.backward import NodeLeases, tensors_in
 from zeepo.engine.gradients import Gradients
 from zeepo.engine.managed import (
     Home,
-    ManagedTensor,
     home_of,
     mark_managed,
     mark_ordinary,
@@ -163,8 +162,7 @@ class Manager:
         for home in homes:
             storage = home.chunk.storages[home.index]
             if storage is not None and address(storage) == where:
-                out.__class__ = ManagedTensor
-                out.__dict__["_zeepo_home"] = home
+                mark_managed(out, home)
                 return
 
     def _note_changes(

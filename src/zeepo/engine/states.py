@@ -8,7 +8,6 @@ taken in before the next update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +34,7 @@ class Piece:
 class States:
     """The paged state of one optimizer."""
 
-    def __init__(self, manager: Manager, label: str, piece_bytes: Callable[[], int | None]):
+    def __init__(self, manager: Manager, label: str, piece_bytes: int | None):
         self._manager = manager
         self._store = manager.store
         self._label = label
@@ -52,7 +51,7 @@ class States:
         if chunk.key not in self._pieces:
             numels = [home.plain.numel() for home in homes]
             itemsizes = [home.plain.element_size() for home in homes]
-            limit = self._piece_bytes() or max(64, chunk.layout.nbytes)
+            limit = self._piece_bytes or max(64, chunk.layout.nbytes)
             cut = cut_into_pieces(numels, itemsizes, limit)
             self._pieces[chunk.key] = [Piece(i, tuple(cuts)) for i, cuts in enumerate(cut)]
         return self._pieces[chunk.key]

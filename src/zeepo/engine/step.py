@@ -74,7 +74,7 @@ class OptimizerStep:
         self._adopt = adopt
         """Takes in parameters that came with add_param_group."""
         pieces = piece_bytes if self.grain is Grain.ELEMENT else None
-        self.states = States(manager, label, lambda: pieces)
+        self.states = States(manager, label, pieces)
         self._slots: dict[int, list[Home]] = {}
         self._entries: dict[Tensor, State] = {}
 

@@ -21,8 +21,6 @@ class Tuning:
     """Read ahead and write early, following the trace."""
     piece_bytes: int = 32 << 20
     """Largest part of a parameter that is updated at once."""
-    split_units: bool = True
-    """False: one chunk for the whole model (for bisecting)."""
     least_ram: bool = False
     """A session whose ram is not stated gets the least its plan accepts, so that all moves."""
 
@@ -31,7 +29,6 @@ def _from_environment() -> Tuning:
     return Tuning(
         prefetch=os.environ.get("ZEEPO_TUNING_PREFETCH", "1") != "0",
         piece_bytes=int(os.environ.get("ZEEPO_TUNING_PIECE_BYTES", str(32 << 20))),
-        split_units=os.environ.get("ZEEPO_TUNING_SPLIT_UNITS", "1") != "0",
     )
 
 
