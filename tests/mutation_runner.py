@@ -25,7 +25,13 @@ from typing import Any
 import torch
 
 import zeepo
-from tests.parity import cases_backward, cases_extra, cases_structure, cases_user  # noqa: F401
+from tests.parity import (  # noqa: F401
+    cases_backward,
+    cases_extra,
+    cases_put_off,
+    cases_structure,
+    cases_user,
+)
 from tests.parity.harness import CASES, check, expected_record
 from zeepo.chunks import moves
 from zeepo.engine.tuning import tuned
@@ -57,10 +63,17 @@ ACCUMULATES = Run("plain_perceptron_accumulates")
 ROOMY = Run("plain_perceptron_adamw", extra_bytes=100 << 10)
 READS_STATE = Run("reads_of_optimizer_state")
 SEVERAL_CALLS = Run("module_called_several_times")
-WRITES = Run("writes_right_after_step", delay_seconds=0.005, extra_bytes=100 << 10, lookahead=2)
+WRITES = Run("writes_right_after_step", delay_seconds=0.005, extra_bytes=200 << 10, lookahead=1)
+RATE = Run("after_step_rate_in_a_tensor_changes")
+READS = Run("after_step_some_are_read")
 
 RUNS: dict[str, list[Run]] = {
-    "none": [PLAIN, PIECES, SLOW, ACCUMULATES, SEVERAL_CALLS, WRITES, ROOMY, READS_STATE],
+    "none": [
+        *(PLAIN, PIECES, SLOW, ACCUMULATES, SEVERAL_CALLS),
+        *(WRITES, ROOMY, READS_STATE, RATE, READS),
+    ],
+    "recipe.copy": [RATE],
+    "update.late": [READS],
     "state.stale": [ROOMY, READS_STATE],
     "fetch.wait": [SLOW],
     "evict.wait": [SLOW],

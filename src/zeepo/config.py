@@ -27,6 +27,7 @@ VARIABLE_PREFIX = "ZEEPO_"
 INTERNAL_VARIABLES = (
     "ZEEPO_VERIFY",
     "ZEEPO_TUNING_PREFETCH",
+    "ZEEPO_TUNING_PUT_OFF",
     "ZEEPO_TUNING_PIECE_BYTES",
 )
 """Variables of zeepo's own commands and tests (engine/tuning.py); not options of `init`."""

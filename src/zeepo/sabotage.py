@@ -23,6 +23,8 @@ SITES: dict[str, str] = {
     "state.small": "the optimizer's scalar state is not kept",
     "state.stale": "an optimizer state is read from the lower tier although a newer one is in RAM",
     "update.skip": "one chunk's update is skipped",
+    "update.late": "an update that was put off is not done when its chunk is used",
+    "recipe.copy": "a learning rate kept in a tensor is not copied when a step fixes it",
     "zero.keep": "zero_grad leaves the old gradient in its slot",
 }
 

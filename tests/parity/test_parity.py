@@ -18,6 +18,7 @@ from . import (  # noqa: F401  (importing registers the cases)
     cases_optim,
     cases_optim_whole,
     cases_precision,
+    cases_put_off,
     cases_routing,
     cases_schedule,
     cases_state,

@@ -16,6 +16,7 @@ the chunk dirty. A fetch asserts that the extent was not written since.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
 
@@ -63,6 +64,8 @@ class Chunk:
         self.leases = 0
         self.may_be_prefetched = True
         """False for what is assembled from other chunks: that needs their room too."""
+        self.before_use: Callable[[], None] | None = None
+        """What has to be done before anybody uses these bytes; it takes itself away."""
         self.raw_holds = 0
         """How many leases are held by addresses outside torch (numpy, data_ptr)."""
 

@@ -81,7 +81,8 @@ def cut_into_pieces(
     for index, (numel, itemsize) in enumerate(zip(numels, itemsizes, strict=True)):
         nbytes = align_up(numel * itemsize)
         if nbytes > limit:
-            step = limit // itemsize
+            even_bytes = -(-nbytes // -(-nbytes // limit))  # equal pieces can use each other's room
+            step = align_up(even_bytes) // itemsize
             pieces.extend(
                 [Cut(index, start, min(step, numel - start))] for start in range(0, numel, step)
             )

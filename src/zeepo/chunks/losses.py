@@ -24,13 +24,17 @@ def named(error: DiskError, chunk: Chunk) -> DiskError:
     return type(error)(f"{chunk.label!r} ({names}): {error}")
 
 
-def give_up(chunk: Chunk) -> list[str]:
-    """Let a chunk's storages go, those without memory with NaN in it; the names of what is lost."""
+def give_up(chunk: Chunk, *, is_stale: bool = False) -> list[str]:
+    """Let a chunk's storages go, those without memory with NaN in it; the names of what is lost.
+
+    `is_stale`: what is in memory is not the current value either.
+    """
     lost = []
     suffix = ".grad" if chunk.kind is Kind.GRAD else ""
     for index, storage in chunk.present():
         slot = chunk.layout.slots[index]
-        if storage.nbytes() < slot.nbytes and num_users(storage) > 1:
+        is_lost = is_stale or storage.nbytes() < slot.nbytes
+        if is_lost and slot.nbytes and num_users(storage) > 1:
             ordinary = new_storage(slot.nbytes)
             ctypes.memset(ordinary.data_ptr(), LOST_BYTE, slot.nbytes)
             swap_memory(storage, ordinary)

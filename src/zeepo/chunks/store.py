@@ -23,9 +23,10 @@ from zeepo.chunks.layout import Layout
 from zeepo.chunks.losses import give_up
 from zeepo.chunks.moves import Moves
 from zeepo.chunks.storages import new_storage, swap_memory
-from zeepo.errors import DiskError, InternalError
+from zeepo.errors import BudgetError, DiskError, InternalError
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
+from zeepo.sabotage import sabotaged
 
 
 class ChunkStore:
@@ -60,6 +61,7 @@ class ChunkStore:
     def adopt(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
         """Make `storage`, with the memory it has, the content of a slot."""
         with self._lock:
+            self.make_ready([chunk])
             slot = chunk.layout.slots[index]
             if storage.nbytes() != slot.nbytes:
                 raise InternalError(
@@ -70,7 +72,7 @@ class ChunkStore:
                 raise InternalError(f"{chunk.label}: the slot of {slot.name} is taken")
             self.lease([chunk])
             try:
-                self._take_idle_buffer(chunk)
+                self._take_buffer_if_tight(chunk)
                 if chunk.buffer is not None and not chunk.raw_holds:
                     self._moves.settle(chunk)
                     chunk.move_into_buffer(index, storage)
@@ -83,12 +85,16 @@ class ChunkStore:
             finally:
                 self.release([chunk])
 
-    def _take_idle_buffer(self, chunk: Chunk) -> None:
-        """Rather than unmap an idle buffer for new memory, copy the new content into it."""
+    def _take_buffer_if_tight(self, chunk: Chunk) -> None:
+        """Copy new content into a buffer when memory for it would have to be taken from the pool.
+
+        The next fetch would have to map as much again, and the system to clear it.
+        """
         nbytes = chunk.layout.nbytes
         if chunk.home is None or not chunk.is_empty or self.ledger.can_reserve(nbytes):
             return
-        if self.pool.has_idle(nbytes):
+        with contextlib.suppress(BudgetError):  # no room for all slots at once: one by one then
+            self._moves.make_buffer_room(nbytes)
             chunk.buffer = self.pool.acquire(nbytes, chunk.kind.value)
 
     def attach_lower(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
@@ -156,6 +162,7 @@ class ChunkStore:
     def lease(self, chunks: Sequence[Chunk]) -> None:
         """Make chunks resident and keep them so until `release`."""
         with self._lock:
+            self.make_ready(chunks)
             for chunk in chunks:
                 chunk.leases += 1
             try:
@@ -164,13 +171,24 @@ class ChunkStore:
                 for chunk in chunks:
                     self._moves.finish_fetch(chunk)
                 is_new = [self.trace.access(c.key) for c in chunks if not c.is_empty]
-                if self._prefetch_enabled and any(is_new):
-                    # What fails here is tried again, and fails aloud, when it is needed.
-                    with contextlib.suppress(DiskError):
-                        self._moves.prefetch()
+                if any(is_new):
+                    self.read_ahead()
             except BaseException:
                 self.release(chunks)
                 raise
+
+    def make_ready(self, chunks: Iterable[Chunk]) -> None:
+        """Do what has to be done before chunks are used."""
+        for chunk in chunks:
+            if chunk.before_use is not None and not sabotaged("update.late"):
+                chunk.before_use()
+
+    def read_ahead(self) -> None:
+        """Start reading what comes next; what fails is tried again, aloud, when it is needed."""
+        with self._lock:
+            if self._prefetch_enabled:
+                with contextlib.suppress(DiskError):
+                    self._moves.prefetch()
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         """Give leases back."""
@@ -203,6 +221,16 @@ class ChunkStore:
             self.ledger.limit_bytes = None
             for chunk in self._moves.chunks.values():
                 chunk.leases = 0
+
+    def give_up(self, chunks: Iterable[Chunk], error: Exception) -> None:
+        """While closing: the current values of these chunks cannot be had any more."""
+        with self._lock:
+            for chunk in chunks:
+                self._end_write(chunk)
+                with contextlib.suppress(DiskError):
+                    self._moves.finish_fetch(chunk)
+                self.lost += [(name, error) for name in give_up(chunk, is_stale=True)]
+                chunk.clear()
 
     def abandon(self) -> None:
         """The very end: no transfer is under way, and no storage is the store's any more."""

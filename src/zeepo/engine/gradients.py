@@ -41,6 +41,8 @@ class Gradients:
         self._store = store
         self._chunk_for = chunk_for
         """The GRAD chunk that goes with a parameter's PARAM chunk; same slots."""
+        self._unwanted: dict[int, list[Tensor]] = {}
+        """GRAD chunk -> what was dropped while an update of the chunk waits that may need it."""
 
     def absorb(self, home: Home) -> None:
         """Move what autograd left on the parameter into its slot."""
@@ -128,7 +130,19 @@ class Gradients:
     def drop(self, home: Home) -> None:
         """Forget a gradient; one that the user still holds becomes an ordinary tensor."""
         grad, home.grad = home.grad, None
-        if grad is not None:
+        grad_home = home_of(grad)
+        if grad is None or grad_home is None:
+            return
+        if grad_home.chunk.before_use is not None:
+            self._unwanted.setdefault(grad_home.chunk.key, []).append(grad)
+        else:
+            forget(self._store, grad)
+
+    def forget_unwanted(self, chunk: Chunk) -> None:
+        """The update of a GRAD chunk is done: what was dropped before leaves its slot."""
+        dropped = self._unwanted.pop(chunk.key, [])
+        while dropped:
+            grad = dropped.pop()
             forget(self._store, grad)
 
 

@@ -41,7 +41,7 @@ class StepInterception:
         def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             self._opt_called = True  # type: ignore[attr-defined]
             if not interception._is_active:
-                return raw_step(self)(self, closure, **kwargs)
+                return raw_step(type(self))(self, closure, **kwargs)
             if interception._step.grain is Grain.WHOLE:
                 return interception._run_own_step(closure, kwargs)
             return interception._run(closure)
@@ -64,7 +64,7 @@ class StepInterception:
         """An optimizer we know nothing of runs its own code; every tensor it touches is managed."""
         optimizer = self._step.optimizer
         arguments = () if closure is None else (closure,)
-        loss = raw_step(optimizer)(optimizer, *arguments, **kwargs)
+        loss = raw_step(type(optimizer))(optimizer, *arguments, **kwargs)
         self._step.take_in_states()
         self._after_step()
         return loss

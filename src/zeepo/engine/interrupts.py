@@ -31,7 +31,6 @@ _CALLS_OTHERS = frozenset(
         "_joined",
         "_set_data",
         "Manager.run",
-        "run_on",
         "StepInterception._make_method.<locals>.step",
         "StepInterception._run",
         "StepInterception._run_own_step",

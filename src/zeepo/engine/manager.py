@@ -42,6 +42,8 @@ class Manager:
         self.home_tier = homes_of_kind
         self.homes: dict[int, Home] = {}
         """id(parameter) -> its home; parameters live as long as the session."""
+        self.slots: dict[int, list[Home]] = {}
+        """PARAM chunk key -> the homes of its slots, in order."""
         self.by_storage: dict[int, Chunk] = {}
         """Address of a storage -> the chunk its bytes belong to."""
         self.grad_chunks: dict[int, Chunk] = {}
@@ -60,11 +62,13 @@ class Manager:
         sizes = [(name, p.numel() * p.element_size()) for name, p in parameters]
         layout = pack(sizes)
         chunk = self.store.create(Kind.PARAM, label, layout, self.home_tier[Kind.PARAM])
-        for index, (name, parameter) in enumerate(parameters):
+        self.slots[chunk.key] = [
             self._adopt_parameter(chunk, index, name, parameter)
+            for index, (name, parameter) in enumerate(parameters)
+        ]
         return chunk
 
-    def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> None:
+    def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> Home:
         if not fills_storage(p):
             p.data = p.data.clone(memory_format=torch.preserve_format)
         storage = p.untyped_storage()
@@ -76,6 +80,7 @@ class Manager:
         mark_managed(p, home)
         self.gradients.absorb(home)
         self._watch_gradient(home)
+        return home
 
     def adopt_aliases(self, aliases: Sequence[tuple[Tensor, nn.Parameter]]) -> None:
         """Tensors made before init that share a parameter's storage."""
@@ -270,6 +275,7 @@ class Manager:
             if grad is not None:
                 self._give_back_grad(p, grad)
         self.homes.clear()
+        self.slots.clear()
         self.by_storage.clear()
 
     def abandon(self) -> None:

@@ -125,9 +125,7 @@ class Session:
 
     def _take_optimizer(self, optimizer: Optimizer) -> None:
         label = f"optimizer{len(self._steps)}" if len(self._optimizers) > 1 else "optimizer"
-        step = OptimizerStep(
-            self._manager, optimizer, label, tuning().piece_bytes, self._adopt_late
-        )
+        step = OptimizerStep(self._manager, optimizer, label, tuning(), self._adopt_late)
         self._steps.append(step)
         step.take_in_states()
         self._interceptions.append(StepInterception(step, self._after_step))
@@ -148,6 +146,7 @@ class Session:
     def _after_step(self) -> None:
         self._manager.end_raw_leases()
         self._store.trace.end_step()
+        self._store.read_ahead()
 
     # -- what the user asks -----------------------------------------------------------------------
 
@@ -230,6 +229,8 @@ class Session:
                 self._store.begin_closing()
                 self._regions.remove()
                 self._manager.node_leases.forget_all()
+                for step in self._steps:
+                    step.finish_or_give_up()
                 for step in self._steps:
                     step.states.give_back()
                 self._manager.give_back()

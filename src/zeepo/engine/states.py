@@ -46,9 +46,10 @@ class States:
         """(PARAM chunk, slot, state name) -> the managed tensor the user sees."""
         self._dtypes: dict[tuple[int, int, str], torch.dtype] = {}
 
-    def pieces(self, chunk: Chunk, homes: list[Home]) -> list[Piece]:
-        """How a PARAM chunk is cut for updates; `homes` are all its slots' homes in order."""
+    def pieces(self, chunk: Chunk) -> list[Piece]:
+        """How a PARAM chunk is cut for updates."""
         if chunk.key not in self._pieces:
+            homes = self._manager.slots[chunk.key]
             numels = [home.plain.numel() for home in homes]
             itemsizes = [home.plain.element_size() for home in homes]
             limit = self._piece_bytes or max(64, chunk.layout.nbytes)
@@ -87,7 +88,7 @@ class States:
 
     def _take_in_whole(self, home: Home, name: str, value: Tensor) -> Tensor:
         self._forget((home.chunk.key, home.index, name), home)
-        pieces = [p for p in self._pieces[home.chunk.key] if _cuts_of(p, home.index)]
+        pieces = [p for p in self.pieces(home.chunk) if _cuts_of(p, home.index)]
         if len(pieces) == 1:
             return self.take_in(home, name, pieces[0], _cuts_of(pieces[0], home.index)[0], value)
         with torch.no_grad(), plain_torch():
@@ -152,7 +153,7 @@ class States:
             return self._visible[key]
         parts = []
         dtype = home.plain.dtype
-        for piece in self._pieces[home.chunk.key]:
+        for piece in self.pieces(home.chunk):
             for index, cut in enumerate(piece.cuts):
                 if cut.tensor == home.index:
                     chunk = self._chunks[home.chunk.key, piece.number, name]

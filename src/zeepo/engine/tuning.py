@@ -21,6 +21,8 @@ class Tuning:
     """Read ahead and write early, following the trace."""
     piece_bytes: int = 32 << 20
     """Largest part of a parameter that is updated at once."""
+    put_off: bool = True
+    """Updates wait until their chunk is used, so that the next forward hides them."""
     least_ram: bool = False
     """A session whose ram is not stated gets the least its plan accepts, so that all moves."""
 
@@ -28,6 +30,7 @@ class Tuning:
 def _from_environment() -> Tuning:
     return Tuning(
         prefetch=os.environ.get("ZEEPO_TUNING_PREFETCH", "1") != "0",
+        put_off=os.environ.get("ZEEPO_TUNING_PUT_OFF", "1") != "0",
         piece_bytes=int(os.environ.get("ZEEPO_TUNING_PIECE_BYTES", str(32 << 20))),
     )
 

@@ -2,16 +2,24 @@
 
 Invariant: a mapping is returned to the system only when nothing refers to it any more, neither the
 `Mapping` nor any memoryview or tensor made from it; so no view can ever point at unmapped memory.
+Pages can be handed from one mapping to another; the giver's addresses stay valid and read as zero.
 Python's `mmap(-1, n)` is shared memory and gets no huge pages, hence the explicit flags.
 """
 
 import contextlib
+import ctypes
 import mmap
 
 import numpy as np
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
+
+_MREMAP_TO_FIXED_KEEPING_OLD = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
+_MREMAP = getattr(ctypes.CDLL(None, use_errno=True), "mremap", None)
+if _MREMAP is not None:
+    _MREMAP.restype = ctypes.c_void_p
+    _MREMAP.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, ctypes.c_int, ctypes.c_void_p]
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -48,3 +56,17 @@ class Mapping:
                 area.madvise(mmap.MADV_HUGEPAGE, start, self.nbytes)
         self.memory = memoryview(area)[start : start + self.nbytes]
         self.address = base + start
+
+    def take_pages(self, giver: "Mapping", offset_bytes: int) -> int:
+        """Move whole huge pages of `giver`, which nobody uses, to `offset_bytes` of this mapping.
+
+        Returns how many bytes came; 0 where the system cannot do that. They are worth having
+        because fresh ones have to be cleared.
+        """
+        room_bytes = self.nbytes - offset_bytes
+        nbytes = min(room_bytes, giver.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if _MREMAP is None or nbytes == 0 or offset_bytes % HUGE_PAGE_BYTES:
+            return 0
+        target = self.address + offset_bytes
+        moved = _MREMAP(giver.address, nbytes, nbytes, _MREMAP_TO_FIXED_KEEPING_OLD, target)
+        return nbytes if moved == target else 0

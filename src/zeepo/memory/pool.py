@@ -106,11 +106,6 @@ class BufferPool:
                 return True
             return capacity_bytes <= self.ledger.free_bytes + self._idle_bytes
 
-    def has_idle(self, nbytes: int) -> bool:
-        """Whether an idle buffer would be reused for `nbytes`."""
-        with self._lock:
-            return self._best_fit(_capacity_for(nbytes)) is not None
-
     def acquire(self, nbytes: int, tag: str) -> Buffer:
         """A buffer of at least `nbytes`, its contents arbitrary, or `BudgetError` with the bill."""
         capacity_bytes = _capacity_for(nbytes)
@@ -123,21 +118,26 @@ class BufferPool:
                 reservation.retag(tag)
                 return Buffer(self, mapping, reservation)
             missing_bytes = capacity_bytes - self.ledger.free_bytes
+            givers: list[Mapping] = []
             # Drop idle buffers only if that makes enough room: a refusal should cost nothing.
             if 0 < missing_bytes <= self._idle_bytes:
-                self._drop_idle(missing_bytes)
+                givers = self._drop_idle(missing_bytes)
             reservation = self.ledger.reserve(tag, capacity_bytes)
         try:
             mapping = Mapping(capacity_bytes)
         except OSError:
             reservation.release()
             raise
+        taken_bytes = 0
+        while givers:  # Their pages are untouched by now, so memory never holds more than allowed.
+            taken_bytes += mapping.take_pages(givers.pop(), taken_bytes)
         return Buffer(self, mapping, reservation)
 
     def trim(self, nbytes: int | None = None) -> int:
         """Unmap `nbytes` or more of idle buffers (default all), longest idle first; bytes freed."""
         with self._lock:
-            return self._drop_idle(self._idle_bytes if nbytes is None else nbytes)
+            dropped = self._drop_idle(self._idle_bytes if nbytes is None else nbytes)
+            return sum(mapping.nbytes for mapping in dropped)
 
     def _best_fit(self, capacity_bytes: int) -> int | None:
         best_key, best_bytes = None, 0
@@ -148,15 +148,17 @@ class BufferPool:
                 best_key, best_bytes = key, mapping.nbytes
         return best_key
 
-    def _drop_idle(self, nbytes: int) -> int:
+    def _drop_idle(self, nbytes: int) -> list[Mapping]:
+        """Take mappings of at least `nbytes` out of the pool and the ledger; the caller unmaps."""
+        dropped: list[Mapping] = []
         dropped_bytes = 0
         while self._idle and dropped_bytes < nbytes:
             _, (mapping, reservation) = self._idle.popitem(last=False)
+            dropped.append(mapping)
             dropped_bytes += mapping.nbytes
             self._idle_bytes -= mapping.nbytes
-            del mapping  # Unmapped here, before the ledger counts the bytes as free.
             reservation.release()
-        return dropped_bytes
+        return dropped
 
     def _take_back(self, buffer: Buffer) -> None:
         with self._lock:

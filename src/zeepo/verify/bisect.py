@@ -31,6 +31,7 @@ def _in_ram(*kinds: str) -> dict[str, Any]:
 FEATURES = (
     Feature("same", "nothing changed (does it happen again?)"),
     Feature("prefetch", "prefetch off", tuning={"prefetch": False}),
+    Feature("put_off", "updates done at once", tuning={"put_off": False}),
     Feature("whole", "parameters updated whole", tuning={"piece_bytes": 1 << 40}),
     Feature("pieces", "parameters updated in small pieces", tuning={"piece_bytes": None}),
     Feature("params", "params in ram", options=_in_ram("params")),

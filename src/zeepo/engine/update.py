@@ -1,0 +1,291 @@
+"""The update of one chunk by the user's optimizer: fixed by `step()`, carried out then or later.
+
+The parameters and gradients of the chunk are leased with the states of one piece after the other,
+and a shadow of the optimizer ([optim/shadow]) runs on ordinary tensors over that memory. What an
+update needs beside the bytes (hyperparameters, counters) it holds itself, so nothing the user
+does to the optimizer afterwards changes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zeepo.chunks.layout import Cut
+from zeepo.chunks.store import Chunk
+from zeepo.engine.managed import Home, home_of, plain_torch
+from zeepo.engine.manager import Manager
+from zeepo.engine.states import Piece, States
+from zeepo.optim.shadow import Recipe, State
+from zeepo.sabotage import sabotaged
+
+
+@dataclass
+class Target:
+    """One parameter to be updated."""
+
+    home: Home
+    group: int
+    grad: Home
+    """Where its gradient is, also when the user has let go of it meanwhile."""
+    entry: State
+    """`optimizer.state[p]`, or what will become it; a copy when the update waits."""
+    counters: State | None = None
+    """Scalar states as they are before the update, once those in `entry` are ahead of it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor given to the shadow: a cut of a parameter, with its gradient set."""
+
+    target: Target
+    cut: Cut
+    tensor: Tensor
+    state: State
+
+    @property
+    def is_whole(self) -> bool:
+        return self.cut.numel == self.target.home.plain.numel()
+
+    @property
+    def is_last(self) -> bool:
+        return self.cut.start + self.cut.numel == self.target.home.plain.numel()
+
+
+class ChunkUpdate:
+    """What one step does to one chunk."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        states: States,
+        recipe: Recipe,
+        chunk: Chunk,
+        targets: Sequence[Target],
+        num_states: int,
+    ):
+        self.chunk = chunk
+        self.targets = list(targets)
+        self._recipe = recipe
+        self._num_states = num_states
+        self._manager = manager
+        self._store = manager.store
+        self._states = states
+        self._grads = manager.grad_chunks[chunk.key]
+        updated = {target.home.index for target in targets}
+        self._pieces_left = [
+            piece
+            for piece in states.pieces(chunk)
+            if any(cut.tensor in updated for cut in piece.cuts)
+        ]
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def chunks(self) -> list[Chunk]:
+        """All whose bytes it reads or changes."""
+        return [self._grads, *self._changed_chunks()]
+
+    def _changed_chunks(self) -> list[Chunk]:
+        """Those it has still to change."""
+        states = [c for piece in self._pieces_left for c in self._states_of(piece)]
+        return [self.chunk, *states] if self._pieces_left else []
+
+    def can_wait(self) -> bool:
+        """Whether nobody could tell that it is not done yet.
+
+        Every state must be in a slot already (a first step makes them), nobody may hold a raw
+        address, and something must be on its way from a lower tier for waiting to be of use.
+        """
+        chunks = self.chunks()
+        if all(c.home is None for c in chunks) or any(c.raw_holds for c in chunks):
+            return False
+        return all(map(self._is_complete, self.targets))
+
+    def _is_complete(self, target: Target) -> bool:
+        values = list(target.entry.values())
+        num_large = sum(home_of(value) is not None for value in values)
+        return (
+            num_large >= self._num_states
+            and target.home.plain.numel() > 1
+            and all(isinstance(v, Tensor) and (home_of(v) or v.numel() == 1) for v in values)
+        )
+
+    # -- doing ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Carry it out. After an error it can be run again and goes on where it stopped."""
+        targets = {target.home.index: target for target in self.targets}
+        while self._pieces_left:
+            self._update_piece(self._pieces_left[0], targets)
+            del self._pieces_left[0]
+        self._manager.gradients.forget_unwanted(self._grads)
+
+    def give_up(self, error: Exception) -> None:
+        """It can never be carried out: what it should have changed is lost."""
+        for chunk in self.chunks():
+            chunk.before_use = None
+        self._store.give_up(self._changed_chunks(), error)
+        self._manager.gradients.forget_unwanted(self._grads)
+
+    def _update_piece(self, piece: Piece, targets: dict[int, Target]) -> None:
+        states = self._states_of(piece)
+        leased = [self.chunk, self._grads, *states]
+        self._store.lease(leased)
+        try:
+            parts = [
+                self._part(targets[cut.tensor], piece, cut)
+                for cut in piece.cuts
+                if cut.tensor in targets
+            ]
+            self._store.make_room(self._new_state_bytes(parts))
+            if not sabotaged("update.mark"):  # before: an update that raises half-way changed too
+                for changed in (self.chunk, *states):
+                    self._store.mark_changed(changed)
+            tensors: dict[int, list[Tensor]] = {}
+            for part in parts:
+                tensors.setdefault(part.target.group, []).append(part.tensor)
+            with plain_torch():
+                new_states = self._recipe.run_on(
+                    tensors, {part.tensor: part.state for part in parts if part.state}
+                )
+            for part in parts:
+                self._keep_state(part, piece, new_states.get(part.tensor, {}))
+        finally:
+            self._store.release(leased)
+
+    def _states_of(self, piece: Piece) -> list[Chunk]:
+        return self._states.state_chunks(self.chunk, piece)
+
+    def _part(self, target: Target, piece: Piece, cut: Cut) -> Part:
+        """The tensors of one cut, ordinary ones over the leased memory."""
+        home, grad_home = target.home, target.grad
+        is_whole = cut.numel == home.plain.numel()
+        with plain_torch():
+            if is_whole:
+                tensor, grad = home.plain.detach(), grad_home.plain
+            else:
+                tensor, grad = _run(home.plain, cut), _run(_like(grad_home.plain, home.plain), cut)
+            tensor.grad = grad
+            state: State = {}
+            for name, value in target.entry.items():
+                state[name] = self._state_value(target, piece, cut, name, value, is_whole)
+        return Part(target, cut, tensor, state)
+
+    def _state_value(
+        self, target: Target, piece: Piece, cut: Cut, name: str, value: Any, is_whole: bool
+    ) -> Any:
+        value_home = home_of(value)
+        if value_home is not None and is_whole:
+            return value_home.plain
+        if value_home is not None:
+            return self._states.part(target.home, name, piece, cut)
+        if target.counters is not None:
+            return target.counters[name].clone()
+        if isinstance(value, Tensor) and (not is_whole or sabotaged("state.small")):
+            return value.clone()  # each cut counts its own step; the last one's is kept
+        return value
+
+    def _new_state_bytes(self, parts: list[Part]) -> int:
+        new = [p for p in parts if not any(isinstance(v, Tensor) for v in p.state.values())]
+        nbytes = sum(part.tensor.numel() * part.tensor.element_size() for part in new)
+        return nbytes * self._num_states
+
+    def _keep_state(self, part: Part, piece: Piece, new: State) -> None:
+        """Take over what the optimizer created; the rest was changed in place."""
+        if part.target.counters is not None:
+            return  # counted by step() already, and nothing is created
+        home, visible = part.target.home, part.target.entry
+        for name, value in new.items():
+            if value is part.state.get(name) and value is not None:
+                is_small = home_of(visible.get(name)) is None
+                if is_small and part.is_last and not sabotaged("state.small"):
+                    visible[name] = value
+                continue
+            is_large = isinstance(value, Tensor) and value.numel() == part.cut.numel > 1
+            if is_large and value.layout is torch.strided:
+                taken = self._states.take_in(home, name, piece, part.cut, value)
+                if part.is_whole:
+                    visible[name] = taken
+                elif part.is_last:
+                    visible[name] = self._states.whole(home, name)
+            elif part.is_last:
+                visible[name] = value
+
+
+def count_ahead(recipe: Recipe, targets: Sequence[Target]) -> None:
+    """Bring the scalar states (`step` and the like) to what they are after the update.
+
+    Scalars do not depend on a gradient's values, so the optimizer is run on tensors without
+    elements: the same counting, no arithmetic. What they were before is kept for the update.
+    """
+    tensors: dict[int, list[Tensor]] = {}
+    states: dict[Tensor, State] = {}
+    targets_of: dict[Tensor, Target] = {}
+    for target in targets:
+        tensor, grad = (torch.empty(0, dtype=target.home.plain.dtype) for _ in range(2))
+        tensor.grad = grad
+        tensors.setdefault(target.group, []).append(tensor)
+        targets_of[tensor] = target
+        target.counters = {k: v.clone() for k, v in target.entry.items() if home_of(v) is None}
+        state = {
+            name: _to_count(value) if (home := home_of(value)) is None else home.plain.new_empty(0)
+            for name, value in target.entry.items()
+        }
+        if state:
+            states[tensor] = state
+    for tensor, new in recipe.run_on(tensors, states).items():
+        target = targets_of[tensor]
+        if not sabotaged("state.small"):
+            target.entry.update({name: new[name] for name in target.counters or ()})
+    for target in targets:
+        target.entry = dict(target.entry)  # the user may put other states into his
+
+
+def _to_count(value: Tensor) -> Tensor:
+    return value.clone() if sabotaged("state.small") else value
+
+
+def is_ordinary_context() -> bool:
+    """Whether nothing around the caller changes what torch's functions do."""
+    return (
+        not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+    )
+
+
+@contextlib.contextmanager
+def ordinary_context() -> Iterator[None]:
+    """As if no mode were on, whatever the user's code is in the middle of."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        _disable_current_modes(),
+        torch._C._DisableFuncTorch(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
+
+
+def _run(tensor: Tensor, cut: Cut) -> Tensor:
+    """A flat run of a tensor's elements in memory order."""
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        tensor.untyped_storage(), cut.start, (cut.numel,), (1,)
+    )
+
+
+def _like(value: Tensor, other: Tensor) -> Tensor:
+    """`value` with its elements in memory in the order of `other`."""
+    if value.stride() == other.stride():
+        return value
+    return torch.empty_strided(other.shape, other.stride(), dtype=value.dtype).copy_(value)
