@@ -1,11 +1,12 @@
 """What does a step cost under zeepo? Against plain PyTorch with fused AdamW, in one process.
 
-Plain and zeepo train on the same batches in alternating blocks of a few steps. The first step of
-each block does not count: it meets what the other left behind (transfers under way, cold caches),
-and so every counted zeepo step does the whole of one update, its own or the one before. The first
-block is for warming up. Losses must be equal bit for bit. Writes a JSON under benchmarks/results.
+Plain and zeepo train on the same batches in turns. With everything in RAM a turn is one step. On
+disk a turn is four steps, of which the first does not count: it meets what the other left behind
+(transfers under way, cold caches), and so every counted zeepo step does the whole of one update,
+its own or the one before. The figure is the median over turns of the ratio of both, without the
+first turns. Losses must be equal bit for bit. Writes a JSON under benchmarks/results.
 
-    python benchmarks/step_time.py --disk DIRECTORY [--blocks 6] [--ram 1GiB] [--layers 12 ...]
+    python benchmarks/step_time.py --disk DIRECTORY [--ram 1GiB] [--layers 12 ...]
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,26 @@ from gpt import GPT, GPTConfig
 
 import zeepo
 
-STEPS_PER_BLOCK = 4
-WARM_UP_BLOCKS = 1
+
+@dataclass(frozen=True)
+class Turns:
+    """How plain and zeepo take turns."""
+
+    num_turns: int
+    num_steps: int
+    num_skipped: int
+    """Steps at the beginning of a turn that do not count."""
+    num_warm_up: int
+    """Turns that do not count."""
+
+    def seconds(self, trainer: Trainer, turn: int) -> float:
+        """Of a step: the median of a turn's counted steps."""
+        first = turn * self.num_steps
+        return statistics.median(trainer.seconds[first + self.num_skipped : first + self.num_steps])
+
+
+IN_RAM = Turns(num_turns=18, num_steps=1, num_skipped=0, num_warm_up=2)
+ON_DISK = Turns(num_turns=7, num_steps=4, num_skipped=1, num_warm_up=1)
 
 
 class Trainer:
@@ -51,28 +71,28 @@ class Trainer:
         self.seconds.append(time.perf_counter() - started)
 
 
-def compare(config: GPTConfig, args: argparse.Namespace, **options: Any) -> dict[str, Any]:
-    """Alternate blocks of plain and zeepo steps."""
+def compare(config: GPTConfig, batch: int, turns: Turns, **options: Any) -> dict[str, Any]:
+    """Train plainly and under zeepo in turns."""
     plain, managed = Trainer(config), Trainer(config)
     session = zeepo.init(managed.model, managed.optimizer, **options)
     generator = torch.Generator().manual_seed(1)
-    for number in range(args.blocks):
-        shape = (STEPS_PER_BLOCK, args.batch, config.sequence + 1)
+    for number in range(turns.num_turns):
+        shape = (turns.num_steps, batch, config.sequence + 1)
         batches = torch.randint(config.vocabulary, shape, generator=generator)
         for trainer in (plain, managed) if number % 2 else (managed, plain):
-            for batch in batches:
-                trainer.step(batch)
+            for tokens in batches:
+                trainer.step(tokens)
         print(
-            f"  block {number}: plain {_block(plain, number):6.2f} s  "
-            f"zeepo {_block(managed, number):6.2f} s  loss {managed.losses[-1]:.6f}"
+            f"  turn {number}: plain {turns.seconds(plain, number):6.2f} s  "
+            f"zeepo {turns.seconds(managed, number):6.2f} s  loss {managed.losses[-1]:.6f}"
             f"  {'=' if plain.losses == managed.losses else 'DIFFERS'}",
             flush=True,
         )
     stats = dict(session.stats())
     plan = session.plan
     session.close()
-    counted = range(WARM_UP_BLOCKS, args.blocks)
-    pairs = [(_block(plain, number), _block(managed, number)) for number in counted]
+    counted = range(turns.num_warm_up, turns.num_turns)
+    pairs = [(turns.seconds(plain, turn), turns.seconds(managed, turn)) for turn in counted]
     return {
         "options": {key: str(value) for key, value in options.items() if key != "disk"},
         "plain_seconds": plain.seconds,
@@ -80,22 +100,17 @@ def compare(config: GPTConfig, args: argparse.Namespace, **options: Any) -> dict
         "plain_median": statistics.median(a for a, _ in pairs),
         "zeepo_median": statistics.median(b for _, b in pairs),
         "ratio": statistics.median(b / a for a, b in pairs),
+        "ratios": [round(b / a, 3) for a, b in pairs],
+        "turns": turns.__dict__,
         "losses_bit_equal": plain.losses == managed.losses,
         "minimum_ram": plan.minimum_ram,
         "stats": stats,
     }
 
 
-def _block(trainer: Trainer, number: int) -> float:
-    """Seconds of a step: the median of a block's counted steps."""
-    first = number * STEPS_PER_BLOCK
-    return statistics.median(trainer.seconds[first + 1 : first + STEPS_PER_BLOCK])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--disk", default=None)
-    parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--ram", default="1GiB", help="budget of the run on disk")
     parser.add_argument("--layers", type=int, default=12)
@@ -109,10 +124,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.disk) as disk:
         if args.only != "disk":
             print("everything in RAM")
-            results["ram"] = compare(config, args, **everything)
+            results["ram"] = compare(config, args.batch, IN_RAM, **everything)
         if args.only != "ram":
             print(f"everything on disk, ram={args.ram}")
-            results["disk"] = compare(config, args, ram=args.ram, disk=disk, **on_disk)
+            results["disk"] = compare(
+                config, args.batch, ON_DISK, ram=args.ram, disk=disk, **on_disk
+            )
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     report = {
         "question": "step time of a GPT against plain PyTorch with fused AdamW",

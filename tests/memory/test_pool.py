@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeepo.errors import BudgetError, InternalError
+from zeepo.memory import mapping
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, address_of
 from zeepo.memory.pool import IDLE_TAG, BufferPool
@@ -105,6 +107,43 @@ def test_idle_buffers_make_room() -> None:
     pool.acquire(4 * MiB, "grads")
     assert ledger.by_tag() == {"grads": 4 * MiB, "params": 4 * MiB}
     assert pool.idle_bytes == 0
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * PAGE_BYTES
+
+
+def test_pages_of_dropped_buffers_are_handed_on() -> None:
+    """A new size is made of the old buffers' pages: no more memory, nothing cleared, rest kept."""
+    ledger = Ledger("ram", 64 * MiB)
+    pool = BufferPool(ledger)
+    old = [pool.acquire(32 * MiB, "params") for _ in range(2)]
+    views = [torch.frombuffer(buffer.memory, dtype=torch.uint8) for buffer in old]
+    for number, view in enumerate(views, start=1):
+        view.fill_(number)
+    before = _resident_bytes()
+    for buffer in old:
+        buffer.release()
+    del buffer
+    new = pool.acquire(40 * MiB, "grads")
+    content = torch.frombuffer(new.memory, dtype=torch.uint8)
+    assert sorted(set(content.tolist())) == [1, 2]
+    assert ledger.by_tag() == {"grads": 40 * MiB, IDLE_TAG: 24 * MiB}
+    rest = torch.frombuffer(pool.acquire(24 * MiB, "params").memory, dtype=torch.uint8)
+    assert set(rest.tolist()) <= {1, 2}
+    assert abs(_resident_bytes() - before) < 8 * MiB
+    assert set(views[0].tolist()) == {0}, "an old view is valid and has lost its bytes"
+
+
+def test_where_pages_cannot_be_moved_fresh_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_MREMAP", None)
+    ledger = Ledger("ram", 8 * MiB)
+    pool = BufferPool(ledger)
+    pool.acquire(8 * MiB, "params").release()
+    new = pool.acquire(4 * MiB, "grads")
+    assert bytes(new.memory[:10]) == bytes(10)
+    assert ledger.by_tag() == {"grads": 4 * MiB}
 
 
 def test_a_refusal_costs_no_idle_buffer_and_shows_the_bill() -> None:

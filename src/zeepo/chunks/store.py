@@ -86,12 +86,13 @@ class ChunkStore:
                 self.release([chunk])
 
     def _take_buffer_if_tight(self, chunk: Chunk) -> None:
-        """Copy new content into a buffer when memory for it would have to be taken from the pool.
+        """Once chunks have to leave, copy new content into a buffer, which others can use again.
 
-        The next fetch would have to map as much again, and the system to clear it.
+        Memory of its own would be taken from the pool now, mapped again later, and cleared by the
+        system before: that costs more than the copy.
         """
         nbytes = chunk.layout.nbytes
-        if chunk.home is None or not chunk.is_empty or self.ledger.can_reserve(nbytes):
+        if chunk.home is None or not chunk.is_empty or not self.counters.num_evictions:
             return
         with contextlib.suppress(BudgetError):  # no room for all slots at once: one by one then
             self._moves.make_buffer_room(nbytes)

@@ -57,16 +57,16 @@ class Mapping:
         self.memory = memoryview(area)[start : start + self.nbytes]
         self.address = base + start
 
-    def take_pages(self, giver: "Mapping", offset_bytes: int) -> int:
+    def take_pages(self, offset_bytes: int, giver: "Mapping", giver_offset_bytes: int = 0) -> int:
         """Move whole huge pages of `giver`, which nobody uses, to `offset_bytes` of this mapping.
 
         Returns how many bytes came; 0 where the system cannot do that. They are worth having
         because fresh ones have to be cleared.
         """
-        room_bytes = self.nbytes - offset_bytes
-        nbytes = min(room_bytes, giver.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if _MREMAP is None or nbytes == 0 or offset_bytes % HUGE_PAGE_BYTES:
+        room_bytes = min(self.nbytes - offset_bytes, giver.nbytes - giver_offset_bytes)
+        nbytes = room_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if _MREMAP is None or nbytes <= 0:
             return 0
-        target = self.address + offset_bytes
-        moved = _MREMAP(giver.address, nbytes, nbytes, _MREMAP_TO_FIXED_KEEPING_OLD, target)
+        source, target = giver.address + giver_offset_bytes, self.address + offset_bytes
+        moved = _MREMAP(source, nbytes, nbytes, _MREMAP_TO_FIXED_KEEPING_OLD, target)
         return nbytes if moved == target else 0

@@ -13,7 +13,7 @@ import torch
 
 from zeepo.errors import InternalError
 from zeepo.memory.ledger import Ledger, Reservation
-from zeepo.memory.mapping import PAGE_BYTES, Mapping, round_up
+from zeepo.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping, round_up
 
 IDLE_TAG = "idle buffers"
 
@@ -123,15 +123,29 @@ class BufferPool:
             if 0 < missing_bytes <= self._idle_bytes:
                 givers = self._drop_idle(missing_bytes)
             reservation = self.ledger.reserve(tag, capacity_bytes)
-        try:
-            mapping = Mapping(capacity_bytes)
-        except OSError:
-            reservation.release()
-            raise
-        taken_bytes = 0
-        while givers:  # Their pages are untouched by now, so memory never holds more than allowed.
-            taken_bytes += mapping.take_pages(givers.pop(), taken_bytes)
-        return Buffer(self, mapping, reservation)
+            try:
+                mapping = Mapping(capacity_bytes)
+            except OSError:
+                reservation.release()
+                raise
+            self._move_pages(givers, mapping)
+            return Buffer(self, mapping, reservation)
+
+    def _move_pages(self, givers: list[Mapping], mapping: Mapping) -> None:
+        """Fill a new mapping with the pages of dropped ones; what is left over stays in the pool.
+
+        The new pages are untouched before, so memory never holds more than the ledger says.
+        """
+        filled_bytes = 0
+        while givers:
+            giver = givers.pop()
+            taken_bytes = mapping.take_pages(filled_bytes, giver)
+            filled_bytes += taken_bytes
+            rest_bytes = (giver.nbytes - taken_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            if taken_bytes and rest_bytes and self.ledger.can_reserve(rest_bytes):
+                rest = Mapping(rest_bytes)
+                rest.take_pages(0, giver, taken_bytes)
+                self._keep_idle(rest, self.ledger.reserve(IDLE_TAG, rest_bytes))
 
     def trim(self, nbytes: int | None = None) -> int:
         """Unmap `nbytes` or more of idle buffers (default all), longest idle first; bytes freed."""
@@ -167,9 +181,12 @@ class BufferPool:
                 return
             reservation = buffer._reservation
             reservation.retag(IDLE_TAG)
-            self._idle[self._next_key] = (mapping, reservation)
-            self._next_key += 1
-            self._idle_bytes += mapping.nbytes
+            self._keep_idle(mapping, reservation)
+
+    def _keep_idle(self, mapping: Mapping, reservation: Reservation) -> None:
+        self._idle[self._next_key] = (mapping, reservation)
+        self._next_key += 1
+        self._idle_bytes += mapping.nbytes
 
 
 def _capacity_for(nbytes: int) -> int:
