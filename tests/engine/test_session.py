@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.faults.small import (
     scratch_files,
     train,
 )
+from zeepo.config import OPTION_NAMES
 from zeepo.errors import BudgetError, ConfigError, SessionError, UnsupportedError
 
 PLACEMENTS = [
@@ -277,3 +280,8 @@ def test_gathered_survives_an_exception_and_closing_inside(tmp_path: Path) -> No
     with session.gathered(model.layers[0]):
         session.close()
     assert_ordinary(model, optimizer)
+
+
+def test_help_names_every_option() -> None:
+    text = inspect.getdoc(zeepo.init) or ""
+    assert [name for name in OPTION_NAMES if not re.search(rf"\b{name}\b", text)] == []

@@ -24,7 +24,20 @@ def init(
     config: str | Path | None = None,
     **options: Any,
 ) -> Session:
-    """Put a model and its optimizer under management. The options are described in zeepo.config."""
+    """Put a model and its optimizer (one or several of each) under management.
+
+    Without a model, what trains is adopted at its first forward. Options, as keywords, `ZEEPO_*`
+    variables or in the TOML file `config`:
+
+    - ram: how much the process may grow, "2GiB" or bytes; default: what is free, less a margin.
+    - disk: a directory, or a list of them, for what does not stay in RAM; default: none.
+    - disk_limit: how much of it may be used; default: what is free there.
+    - params, grads, optimizer_state: "ram" or "disk", where each rests; default "auto": the disk
+      if there is one.
+
+    Known, and refused by name until their time comes: stage, device_memory, activations, precision,
+    update, durable, resume, and num_gpus above 1. zero_offload is accepted: it is what zeepo does.
+    """
     global _session
     resolved = resolve_options(options, config_path=config)
     if _session is not None and not _session.is_closed:
