@@ -394,3 +394,59 @@ def test_threads_may_lease_at_once() -> None:
         thread.join()
     assert errors == []
     assert all(c.leases == 0 for c in chunks)
+
+
+# -- what has to be done before a use -----------------------------------------------------------
+
+
+def put_off(bench: Bench, chunk: Chunk, value: float) -> list[str]:
+    """A change that waits for the chunk's next use; returns the log of its runs."""
+    log: list[str] = []
+
+    def change() -> None:
+        chunk.before_use = None
+        log.append("done")
+        bench.change(chunk, value)
+
+    chunk.before_use = change
+    return log
+
+
+def test_what_was_put_off_is_done_once_before_the_next_lease() -> None:
+    bench = Bench(2)
+    chunk, other = bench.chunk(1.0), bench.chunk(2.0)
+    log = put_off(bench, chunk, 5.0)
+    bench.use(other)
+    bench.store.evict(chunk)  # leaving and coming back is no use of the bytes
+    assert log == []
+    assert bench.value(chunk) == 5.0
+    assert bench.value(chunk) == 5.0
+    assert log == ["done"]
+
+
+def test_what_was_put_off_is_done_before_a_slot_is_filled() -> None:
+    bench = Bench(2)
+    chunk = bench.chunk(1.0)
+    tensor = torch.full((NUMEL,), 3.0)
+
+    def empty_the_slot() -> None:
+        chunk.before_use = None
+        bench.store.drop(chunk, 0)
+
+    chunk.before_use = empty_the_slot
+    bench.store.adopt(chunk, 0, tensor.untyped_storage())
+    bench.tensors[chunk] = tensor
+    assert bench.value(chunk) == 3.0
+
+
+def test_a_failure_of_what_was_put_off_leaves_no_lease() -> None:
+    bench = Bench(2)
+    chunk, other = bench.chunk(1.0), bench.chunk(2.0)
+
+    def fail() -> None:
+        raise DiskError("no")
+
+    chunk.before_use = fail
+    with pytest.raises(DiskError, match="no"):
+        bench.store.lease([other, chunk])
+    assert (other.leases, chunk.leases) == (0, 0)

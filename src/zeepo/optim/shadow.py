@@ -54,7 +54,7 @@ class Recipe:
 
 
 def take_recipe(optimizer: Optimizer) -> Recipe:
-    """What the optimizer would do now. Numbers kept in tensors are copied."""
+    """What the optimizer would do now. Numbers kept in tensors (a learning rate) are copied."""
     attributes = {k: v for k, v in optimizer.__dict__.items() if k not in ("param_groups", "state")}
     groups = (
         {name: value for name, value in group.items() if name != "params"}
@@ -68,7 +68,7 @@ def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fixed_value(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.numel() == 1:
         return value if sabotaged("recipe.copy") else value.detach().clone()
     if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
         return type(value)(map(_fixed_value, value))
