@@ -1,7 +1,8 @@
 """zeepo trains PyTorch models that are bigger than the memory they are given."""
 
 from zeepo.engine.api import close, current_session, init
+from zeepo.engine.lazy import lazy
 from zeepo.engine.session import Session
 
 __version__ = "0.1.0"
-__all__ = ["Session", "__version__", "close", "current_session", "init"]
+__all__ = ["Session", "__version__", "close", "current_session", "init", "lazy"]

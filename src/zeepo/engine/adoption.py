@@ -42,6 +42,8 @@ def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimi
         named.setdefault(id(loose), (name, loose))
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in named.values():
+        if home_of(tensor) is not None:  # built inside zeepo.lazy
+            continue
         _refuse_parameter(name, tensor)
         low = tensor.data_ptr()
         span = (low, low + tensor.numel() * tensor.element_size(), name)
@@ -122,6 +124,8 @@ def find_aliases(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Pa
     """
     owners: dict[int, nn.Parameter] = {}
     for p in parameters:
+        if home_of(p) is not None:  # built inside zeepo.lazy: its views are managed already
+            continue
         storage = p.untyped_storage()
         if num_users(storage) > 2:
             owners[address(storage)] = p

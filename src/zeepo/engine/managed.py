@@ -37,6 +37,8 @@ class Manager(Protocol):
     def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None: ...
     def read_grad(self, home: Home) -> Tensor | None: ...
     def write_grad(self, home: Home, value: Tensor | None) -> None: ...
+    def copied(self, original: Home, copy: Tensor) -> None: ...
+    def hand_over(self, parameter: nn.Parameter) -> Home: ...
 
 
 class Home:
@@ -147,6 +149,9 @@ class _Intercepting:
             return memo[id(self)]
         copy = ordinary_copy(self)  # type: ignore[arg-type]
         memo[id(self)] = copy
+        home = home_of(self)
+        if home is not None and home.manager is not None:
+            home.manager.copied(home, copy)
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -52,8 +52,8 @@ class Manager:
         self.node_leases = NodeLeases(store, self.by_storage)
         self._until_step: list[Chunk] = []
         self._ended_raw_leases: deque[Chunk] = deque()
-        self._hook_handles: list[Any] = []
-        self._hooked: set[int] = set()
+        self._hook_handles: dict[int, Any] = {}
+        """id(parameter) -> the handle of the hook that takes its gradients over."""
 
     # -- parameters -------------------------------------------------------------------------------
 
@@ -69,11 +69,17 @@ class Manager:
         return chunk
 
     def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> Home:
-        if not fills_storage(p):
-            p.data = p.data.clone(memory_format=torch.preserve_format)
-        storage = p.untyped_storage()
-        self.store.adopt(chunk, index, storage)
-        home = Home(self, chunk, index, name, p.detach())
+        home = home_of(p)
+        if home is not None and home.manager is not None:  # built inside zeepo.lazy
+            home = home.manager.hand_over(p)
+        with plain_torch():
+            if not fills_storage(p):
+                p.data = p.data.clone(memory_format=torch.preserve_format)
+            storage = p.untyped_storage()
+            self.store.adopt(chunk, index, storage)
+            if home is None:
+                home = Home(self, chunk, index, name, p.detach())
+        home.manager, home.chunk, home.index, home.name = self, chunk, index, name
         home.parameter = p
         self.homes[id(p)] = home
         self.by_storage[address(storage)] = chunk
@@ -112,9 +118,8 @@ class Manager:
         """See to it that each gradient is taken over as soon as autograd has made it."""
         p = home.parameter
         assert p is not None
-        if not p.requires_grad or id(p) in self._hooked:
+        if not p.requires_grad or id(p) in self._hook_handles:
             return
-        self._hooked.add(id(p))
         reference = weakref.ref(home)
 
         def take_over(_: Tensor) -> None:
@@ -124,7 +129,7 @@ class Manager:
 
         with plain_torch():
             handle = p.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
-            self._hook_handles.append(handle)
+            self._hook_handles[id(p)] = handle
 
     # -- running functions ------------------------------------------------------------------------
 
@@ -256,13 +261,16 @@ class Manager:
         finally:
             self.store.release([home.chunk])
 
+    def copied(self, original: Home, copy: Tensor) -> None:
+        """A deep copy was made: an ordinary tensor."""
+
     # -- the end ----------------------------------------------------------------------------------
 
     def give_back(self) -> None:
         """Every managed tensor becomes ordinary again, with its current values."""
         self.node_leases.give_back_stale()
         self.end_raw_leases()
-        for handle in self._hook_handles:
+        for handle in self._hook_handles.values():
             handle.remove()
         for home in self.homes.values():
             p = home.parameter
@@ -277,6 +285,22 @@ class Manager:
         self.homes.clear()
         self.slots.clear()
         self.by_storage.clear()
+
+    def hand_over(self, parameter: nn.Parameter) -> Home:
+        """Let one parameter go, with its bytes in ordinary memory. Its views stay managed: they
+        belong to whoever the home belongs to next."""
+        home = self.homes.pop(id(parameter))
+        handle = self._hook_handles.pop(id(parameter), None)
+        if handle is not None:
+            handle.remove()
+        storage = home.chunk.storages[home.index]
+        assert storage is not None
+        self.store.free_from_store(home.chunk, home.index)
+        del self.by_storage[address(storage)]
+        grad, home.grad = home.grad, None
+        if grad is not None:
+            self._give_back_grad(parameter, grad)
+        return home
 
     def abandon(self) -> None:
         """After an error: nothing is fetched any more, what is still managed is out of reach."""

@@ -24,6 +24,7 @@ from zeepo.engine.adoption import (
 )
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
+from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager
 from zeepo.engine.regions import Regions
 from zeepo.engine.stats import Stats, collect_stats
@@ -117,11 +118,17 @@ class Session:
         }
 
     def _adopt_units(self, units: Sequence[Unit]) -> None:
-        aliases = find_aliases([p for unit in units for _, p in unit.parameters])
+        everything = [p for unit in units for _, p in unit.parameters]
+        aliases = find_aliases(everything)
+        lazies = lazy_managers(everything)
+        for lazy in lazies:
+            lazy.evict_all()
         for unit in units:
             for label, parameters in split_by_trainable(unit):
                 self._manager.adopt_chunk(label, parameters)
         self._manager.adopt_aliases(aliases)
+        for lazy in lazies:
+            lazy.close_if_empty()
 
     def _take_optimizer(self, optimizer: Optimizer) -> None:
         label = f"optimizer{len(self._steps)}" if len(self._optimizers) > 1 else "optimizer"

@@ -1,0 +1,168 @@
+"""Building a model inside a budget: `with zeepo.lazy(): model = GPT(...)`.
+
+Inside the block every parameter is managed from the moment a module registers it, in a store of
+its own: initialising it leases it, and what does not fit goes to disk. The initial values are the
+eager constructor's, because the same functions run on the same tensors in the same order; only
+where the bytes are in between differs. `zeepo.init` takes the parameters over one by one, with
+the values they have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeepo.chunks.store import ChunkStore, Kind
+from zeepo.config import Options, resolve_options
+from zeepo.engine.managed import Home, home_of, mark_managed, plain_torch
+from zeepo.engine.manager import Manager
+from zeepo.errors import SessionError
+from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.ledger import Ledger
+from zeepo.memory.pool import BufferPool
+from zeepo.units import MiB
+
+DEFAULT_RAM_BYTES = 256 * MiB
+"""Without a stated budget: enough to keep writing while values are made."""
+
+
+class LazyManager(Manager):
+    """Parameters between their making and `init`: one chunk each."""
+
+    def __init__(self, options: Options):
+        self._is_limit_stated = options.ram is not None
+        ledger = Ledger("ram", options.ram or DEFAULT_RAM_BYTES)
+        self._pool = BufferPool(ledger)
+        self._disk = DiskTier(
+            options.disk or [_default_disk()], options.disk_limit, pool=self._pool
+        )
+        store = ChunkStore(self._pool, prefetch=False)
+        super().__init__(store, {Kind.PARAM: self._disk, Kind.GRAD: None, Kind.STATE: None})
+
+    def register(self, name: str, parameter: nn.Parameter) -> None:
+        """Take a parameter in, if it can be managed and is not yet."""
+        home = home_of(parameter)
+        if home is not None and home.manager is self:
+            self._follow(home, parameter)
+        elif home is None and _is_manageable(parameter):
+            self._make_place(parameter)
+            self.adopt_chunk(name, [(name, parameter)])
+
+    def _follow(self, home: Home, parameter: nn.Parameter) -> None:
+        """A parameter over the memory of another (a parametrization's) takes its place."""
+        if home.parameter is not parameter:
+            del self.homes[id(home.parameter)]
+            self.homes[id(parameter)] = home
+            home.parameter = parameter
+
+    def copied(self, original: Home, copy: Tensor) -> None:
+        """A deep copy, as `nn.TransformerEncoder` makes of its layer, is one more parameter."""
+        if isinstance(copy, nn.Parameter):
+            self.register(original.name, copy)
+
+    def _watch_gradient(self, home: Home) -> None:
+        """Gradients stay with autograd until a session is there for them."""
+
+    def _make_place(self, parameter: nn.Parameter) -> None:
+        """A budget nobody stated grows with the largest parameter: it needs itself and a copy."""
+        least = 2 * parameter.numel() * parameter.element_size() + self._disk.staging_bytes
+        ledger = self.store.ledger
+        if not self._is_limit_stated and (ledger.limit_bytes or 0) < least:
+            ledger.limit_bytes = least
+
+    # -- handing over to a session ----------------------------------------------------------------
+
+    def evict_all(self) -> None:
+        """Leave the RAM to the session that takes over."""
+        for chunk in self.store.chunks():
+            if chunk.is_resident and not chunk.leases:
+                self.store.evict(chunk)
+        self._pool.trim()
+
+    def hand_over(self, parameter: nn.Parameter) -> Home:
+        """The parameter's home, with its bytes in ordinary memory, for another manager."""
+        home = super().hand_over(parameter)
+        self._pool.trim()
+        return home
+
+    def close_if_empty(self) -> None:
+        """Forget parameters that only we know (replaced by tied ones), and close after the last."""
+        for key, home in list(self.homes.items()):
+            if sys.getrefcount(home.parameter) <= 2:  # the home's reference and getrefcount's
+                self.store.drop(home.chunk, home.index)
+                del self.homes[key]
+        if not self.homes:
+            self._disk.close()
+
+
+class lazy:
+    """Build a model inside a budget: parameters are managed as soon as they are registered.
+
+    `ram` is what parameters may take while the model is built ("512MiB" or bytes); by default
+    256 MiB, or twice the largest parameter. `disk` is a directory, or several, for the rest; by
+    default `ZEEPO_DISK` or a temporary directory. Give the model to `zeepo.init` afterwards.
+    """
+
+    def __init__(
+        self,
+        ram: int | str | None = None,
+        disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    ):
+        given = {name: value for name, value in (("ram", ram), ("disk", disk)) if value is not None}
+        self._options = resolve_options(given)
+        self._originals: tuple[Any, Any] = (None, None)
+
+    def __enter__(self) -> None:
+        if nn.Module.register_parameter.__module__ == __name__:
+            raise SessionError("zeepo.lazy: one block is open already; leave it first.")
+        self._originals = nn.Module.register_parameter, nn.Parameter.__new__
+        register, new = self._originals
+        manager = LazyManager(self._options)
+
+        def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(self, name, param)
+            if param is not None:
+                manager.register(f"{type(self).__name__}.{name}", param)
+
+        def new_parameter(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+            home = home_of(data)
+            if home is None or data is None:
+                return new(cls, data, requires_grad)
+            with plain_torch():  # over managed memory: an ordinary parameter, which is managed too
+                parameter = new(cls, data.detach(), requires_grad)
+            mark_managed(parameter, home)
+            return parameter
+
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        nn.Parameter.__new__ = new_parameter  # type: ignore[method-assign]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        nn.Module.register_parameter, nn.Parameter.__new__ = self._originals  # type: ignore[method-assign]
+
+
+def lazy_managers(parameters: Sequence[Tensor]) -> list[LazyManager]:
+    """Those that hold some of these parameters."""
+    managers = {id(h.manager): h.manager for h in map(home_of, parameters) if h is not None}
+    return [manager for manager in managers.values() if isinstance(manager, LazyManager)]
+
+
+def _is_manageable(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.device.type == "cpu"
+
+
+def _default_disk() -> Path:
+    """A directory for temporary files that is meant to be on a disk."""
+    lasting = Path("/var/tmp")
+    return lasting if os.access(lasting, os.W_OK) else Path(tempfile.gettempdir())
