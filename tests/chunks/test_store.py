@@ -338,6 +338,9 @@ def test_reading_ahead_that_fails_does_not_fail_the_lease() -> None:
     bench.lower.fail_next()
     bench.lower.deliver(1)
     bench.use(chunks[0])
+    assert bench.value(chunks[1]) == 1.0, "the read is tried again when it is needed"
+    bench.store.evict(chunks[1])
+    bench.lower.fail_next()
     with pytest.raises(Boom, match="chunk1"):
         bench.use(chunks[1])
     assert [c.leases for c in chunks] == [0, 0, 0, 0]

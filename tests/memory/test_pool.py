@@ -4,6 +4,8 @@ import gc
 import itertools
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -137,13 +139,35 @@ def test_pages_of_dropped_buffers_are_handed_on() -> None:
 
 
 def test_where_pages_cannot_be_moved_fresh_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "_MREMAP", None)
+    monkeypatch.setattr(mapping, "_can_move_pages", False)
     ledger = Ledger("ram", 8 * MiB)
     pool = BufferPool(ledger)
     pool.acquire(8 * MiB, "params").release()
     new = pool.acquire(4 * MiB, "grads")
     assert bytes(new.memory[:10]) == bytes(10)
     assert ledger.by_tag() == {"grads": 4 * MiB}
+
+
+def test_a_kernel_that_fails_after_unmapping_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older kernels unmap the target of mremap before they find out that they cannot move."""
+    libc = mapping._LIBC
+    calls: list[int] = []
+
+    def unmap_and_fail(source: Any, size: Any, new_size: Any, flags: int, target: Any) -> int:
+        calls.append(target.value)
+        assert libc.munmap(target, size) == 0
+        return -1
+
+    monkeypatch.setattr(mapping, "_can_move_pages", True)
+    monkeypatch.setattr(mapping, "_LIBC", SimpleNamespace(mremap=unmap_and_fail, mmap=libc.mmap))
+    pool = BufferPool(Ledger("ram", 8 * MiB))
+    pool.acquire(8 * MiB, "params").release()
+    new = pool.acquire(4 * MiB, "grads")
+    new.memory[:] = b"x" * new.capacity_bytes
+    assert bytes(new.memory[-3:]) == b"xxx"
+    new.release()
+    pool.acquire(8 * MiB, "params")
+    assert len(calls) == 1, "it is not tried again"
 
 
 def test_a_refusal_costs_no_idle_buffer_and_shows_the_bill() -> None:

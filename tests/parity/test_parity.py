@@ -12,6 +12,7 @@ from . import (  # noqa: F401  (importing registers the cases)
     cases_backward,
     cases_compile,
     cases_extra,
+    cases_findings,
     cases_hf,
     cases_hooks,
     cases_modules,

@@ -68,6 +68,8 @@ class Chunk:
         """What has to be done before anybody uses these bytes; it takes itself away."""
         self.raw_holds = 0
         """How many leases are held by addresses outside torch (numpy, data_ptr)."""
+        self.is_buffer_lent = False
+        """A slot was let go that goes on living in the buffer, because of such an address."""
 
     @property
     def is_empty(self) -> bool:
@@ -121,11 +123,12 @@ class Chunk:
         for index in range(len(self.storages)):
             self.clear_slot(index)
         if self.buffer is not None:
-            if self.raw_holds:
+            if self.raw_holds or self.is_buffer_lent:
                 self.buffer.give_away()
             else:
                 self.buffer.release()
             self.buffer = None
+        self.is_buffer_lent = False
         self.is_resident = False
 
     def pieces(self) -> list[tuple[int, memoryview]]:

@@ -145,6 +145,7 @@ class Moves:
         if sabotaged("state.stale") and can_be_made_stale(chunk):
             chunk.clear()
             chunk.version = chunk.lower_version
+        self.forget_failed_fetch(chunk)
         if chunk.is_resident or chunk.fetching is not None or chunk.is_empty:
             return
         if chunk.extent is None or chunk.home is None or chunk.lower_version != chunk.version:
@@ -167,6 +168,15 @@ class Moves:
         finally:
             chunk.leases -= 1
         self.counters.num_fetches += 1
+
+    @staticmethod
+    def forget_failed_fetch(chunk: Chunk) -> None:
+        """A read that failed earlier, ahead of need or beside another, is tried again."""
+        failed = chunk.fetching is not None and chunk.fetching.done() and chunk.fetching.exception()
+        if failed:
+            assert chunk.buffer is not None
+            chunk.buffer.release()
+            chunk.buffer = chunk.fetching = None
 
     def finish_fetch(self, chunk: Chunk) -> None:
         if chunk.fetching is None:

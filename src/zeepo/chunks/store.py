@@ -12,6 +12,7 @@ Everything runs in the thread that calls it; only the tiers' own threads move by
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -23,7 +24,7 @@ from zeepo.chunks.layout import Layout
 from zeepo.chunks.losses import give_up
 from zeepo.chunks.moves import Moves
 from zeepo.chunks.storages import new_storage, swap_memory
-from zeepo.errors import BudgetError, DiskError, InternalError
+from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
@@ -39,7 +40,8 @@ class ChunkStore:
         self.trace = self._moves.trace
         self.counters = self._moves.counters
         self._prefetch_enabled = prefetch
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        self._owner_pid = os.getpid()
         self._next_key = 0
         self._is_closing = False
         self.lost: list[tuple[str, Exception]] = []
@@ -49,7 +51,7 @@ class ChunkStore:
 
     def create(self, kind: Kind, label: str, layout: Layout, home: Tier | None) -> Chunk:
         """A new, empty chunk."""
-        with self._lock:
+        with self.lock:
             chunk = Chunk(self._next_key, kind, label, layout, home)
             self._next_key += 1
             self._moves.chunks[chunk.key] = chunk
@@ -60,7 +62,7 @@ class ChunkStore:
 
     def adopt(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
         """Make `storage`, with the memory it has, the content of a slot."""
-        with self._lock:
+        with self.lock:
             self.make_ready([chunk])
             slot = chunk.layout.slots[index]
             if storage.nbytes() != slot.nbytes:
@@ -108,12 +110,12 @@ class ChunkStore:
 
     def evict(self, chunk: Chunk) -> None:
         """Send a chunk down now."""
-        with self._lock:
+        with self.lock:
             self._moves.evict(chunk)
 
     def drop(self, chunk: Chunk, index: int) -> None:
         """Forget what a slot holds; its storage loses its memory."""
-        with self._lock:
+        with self.lock:
             if chunk.storages[index] is None:
                 return
             self._end_write(chunk)
@@ -128,7 +130,7 @@ class ChunkStore:
 
     def free_from_store(self, chunk: Chunk, index: int) -> None:
         """Let a slot's storage go, with ordinary memory of its own and the current bytes."""
-        with self._lock:
+        with self.lock:
             storage = chunk.storages[index]
             if storage is None:
                 return
@@ -143,7 +145,9 @@ class ChunkStore:
                 self._end_write(chunk)
                 if index in chunk.own_memory:
                     chunk.own_memory.pop(index).release()
-                elif storage.nbytes() and not chunk.raw_holds:
+                elif storage.nbytes() and chunk.raw_holds:
+                    chunk.is_buffer_lent = True
+                elif storage.nbytes():
                     ordinary = new_storage(storage.nbytes())
                     ordinary.copy_(storage, False)
                     swap_memory(storage, ordinary)
@@ -162,7 +166,8 @@ class ChunkStore:
 
     def lease(self, chunks: Sequence[Chunk]) -> None:
         """Make chunks resident and keep them so until `release`."""
-        with self._lock:
+        with self.lock:
+            self.check_process()
             self.make_ready(chunks)
             for chunk in chunks:
                 chunk.leases += 1
@@ -178,6 +183,10 @@ class ChunkStore:
                 self.release(chunks)
                 raise
 
+    def has_leases(self) -> bool:
+        """Whether somebody holds a lease for long: an address in use, a gathered block."""
+        return any(chunk.leases for chunk in self._moves.chunks.values())
+
     def make_ready(self, chunks: Iterable[Chunk]) -> None:
         """Do what has to be done before chunks are used."""
         for chunk in chunks:
@@ -186,14 +195,14 @@ class ChunkStore:
 
     def read_ahead(self) -> None:
         """Start reading what comes next; what fails is tried again, aloud, when it is needed."""
-        with self._lock:
+        with self.lock:
             if self._prefetch_enabled:
                 with contextlib.suppress(DiskError):
                     self._moves.prefetch()
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         """Give leases back."""
-        with self._lock:
+        with self.lock:
             for chunk in chunks:
                 if chunk.leases <= 0:
                     if self._is_closing:  # closed inside a block that held the lease
@@ -204,9 +213,18 @@ class ChunkStore:
                     with contextlib.suppress(DiskError):  # tried again, aloud, at its eviction
                         self._moves.write_early(chunk)
 
+    def check_process(self) -> None:
+        """Threads do not survive a fork, so a child can neither read nor wait."""
+        if os.getpid() != self._owner_pid:
+            raise SessionError(
+                f"zeepo's session belongs to process {self._owner_pid}; this is its forked child "
+                f"{os.getpid()}, which cannot use the model's parameters. Give the child copies "
+                "(clone(), state_dict()) made before the fork, or start it with spawn."
+            )
+
     def make_room(self, nbytes: int) -> None:
         """Evict until torch may take `nbytes` more; BudgetError when leases forbid it."""
-        with self._lock:
+        with self.lock:
             self._moves.make_ledger_room(nbytes)
 
     def _end_write(self, chunk: Chunk) -> None:
@@ -216,7 +234,7 @@ class ChunkStore:
 
     def begin_closing(self) -> None:
         """Every lease is over, nothing is read ahead, and what cannot be read is given up."""
-        with self._lock:
+        with self.lock:
             self._is_closing = True
             self._prefetch_enabled = False
             self.ledger.limit_bytes = None
@@ -225,7 +243,7 @@ class ChunkStore:
 
     def give_up(self, chunks: Iterable[Chunk], error: Exception) -> None:
         """While closing: the current values of these chunks cannot be had any more."""
-        with self._lock:
+        with self.lock:
             for chunk in chunks:
                 self._end_write(chunk)
                 with contextlib.suppress(DiskError):

@@ -1,26 +1,43 @@
-"""Ctrl-C waits until the engine is between two moves.
+"""Ctrl-C and other signals wait until the engine is between two moves.
 
-Python raises KeyboardInterrupt between any two bytecodes, so also where a chunk is half placed and
-no `finally` could tell. While a session is open, the handler looks at what is running: the user's
-code, or torch's on the user's behalf, is interrupted at once; the engine's own is let finish, and
-the signal is sent again a moment later. Nothing is paid for this until somebody presses Ctrl-C.
+Python runs signal handlers, which may raise (KeyboardInterrupt, or the user's own for SIGTERM and
+SIGALRM), between any two bytecodes, so also where a chunk is half placed and no `finally` could
+tell. While a session is open, every Python handler, also one that is set meanwhile, is preceded by
+ours, which looks at what is running: the user's code, or torch's on the user's behalf, is
+interrupted at once; the engine's own is let finish, and the signal is delivered when the function
+that the user called returns (`deliver`), or sent again a moment later, whichever comes first.
+Nothing is paid for this until a signal comes, and `signal.getsignal` answers with the user's own.
 
-A handler of the user's own is left alone, and nothing waits longer than `PATIENCE_SECONDS`: a disk
-that hangs can be interrupted too.
+Nothing waits longer than `PATIENCE_SECONDS`: a disk that hangs can be interrupted too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+Handler = Callable[[int, FrameType | None], object]
 RETRY_SECONDS = 0.001
 PATIENCE_SECONDS = 10.0
+
+waiting: list[Callable[[], None]] = []
+"""What delivers the signals that came while the engine was at work; mostly empty."""
+
+
+def deliver() -> None:
+    """Deliver the signals that wait; called where a function of ours hands back to its caller."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and not is_engine_at_work(sys._getframe(2)):
+        while waiting:
+            waiting.pop(0)()
+
 
 _PACKAGE = str(Path(__file__).parents[1])
 _CALLS_OTHERS = frozenset(
@@ -28,6 +45,8 @@ _CALLS_OTHERS = frozenset(
         "_dispatch",
         "_one_by_one",
         "_Intercepting.__torch_function__",
+        "deliver",
+        "Interrupts._run",
         "_joined",
         "_set_data",
         "Manager.run",
@@ -56,31 +75,54 @@ def is_engine_at_work(frame: FrameType | None) -> bool:
 
 
 class Interrupts:
-    """Python's own SIGINT handler, delayed, until `remove`."""
+    """The Python signal handlers there are, delayed, until `remove`."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
-        """When the interrupt that is waiting came."""
+        self._since: dict[int, float] = {}
+        """When the signals that are waiting came."""
         self._is_held = False
-        self._is_installed = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        )
-        if self._is_installed:
-            signal.signal(signal.SIGINT, self._handle)
+        self._handlers: dict[int, Handler] = {}
+        self._originals: tuple[Any, Any] | None = None
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+
+    def _install(self) -> None:
+        """Go before every handler there is, and every one that is set from now on."""
+        set_handler, get_handler = self._originals = signal.signal, signal.getsignal
+
+        def watched_signal(number: int, handler: Any) -> Any:
+            previous = watched_getsignal(number)
+            if callable(handler):
+                set_handler(number, self._handle)
+                self._handlers[number] = handler
+            else:
+                set_handler(number, handler)
+                self._handlers.pop(number, None)
+            return previous
+
+        def watched_getsignal(number: int) -> Any:
+            return self._handlers.get(number) or get_handler(number)
+
+        for number in signal.valid_signals():
+            if callable(get_handler(number)):
+                watched_signal(number, get_handler(number))
+        _replace_functions(watched_signal, watched_getsignal)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        is_patient = self._is_held or now - self._since < PATIENCE_SECONDS
+        since = self._since.setdefault(number, time.monotonic())
+        is_patient = self._is_held or time.monotonic() - since < PATIENCE_SECONDS
         if is_patient and is_engine_at_work(frame):
-            retry = threading.Timer(RETRY_SECONDS, _send_again, (self,))
+            waiting.append(lambda: self._run(number, frame))
+            retry = threading.Timer(RETRY_SECONDS, _send_again, (self, number))
             retry.daemon = True
             retry.start()
-            return
-        self._since = None
-        signal.default_int_handler(number, frame)
+        else:
+            self._run(number, frame)
+
+    def _run(self, number: int, frame: FrameType | None) -> None:
+        """Call the user's handler, unless another way of delivery was faster."""
+        if self._since.pop(number, None) is not None and number in self._handlers:
+            self._handlers[number](number, frame)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -92,20 +134,26 @@ class Interrupts:
             self._is_held = False
 
     def remove(self) -> None:
-        """Python's own handler again, unless the user has set another meanwhile.
+        """The user's handlers alone again.
 
-        An interrupt that was waiting is raised now: the engine has nothing left to do.
+        A signal that was waiting is raised now: the engine has nothing left to do.
         """
-        if not self._is_installed or threading.current_thread() is not threading.main_thread():
+        if self._originals is None or threading.current_thread() is not threading.main_thread():
             return
-        self._is_installed = False
-        is_waiting, self._since = self._since is not None, None
-        if signal.getsignal(signal.SIGINT) == self._handle:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if is_waiting:
-            signal.raise_signal(signal.SIGINT)
+        _replace_functions(*self._originals)
+        self._originals = None
+        undelivered, self._since = list(self._since), {}
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+        for number in undelivered:
+            signal.raise_signal(number)
 
 
-def _send_again(interrupts: Interrupts) -> None:
-    if interrupts._since is not None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+def _replace_functions(set_handler: Any, get_handler: Any) -> None:
+    signal.signal, signal.getsignal = set_handler, get_handler
+
+
+def _send_again(interrupts: Interrupts, number: int) -> None:
+    if number in interrupts._since:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)

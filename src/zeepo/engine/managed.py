@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zeepo.chunks.chunk import Chunk
+from zeepo.engine import interrupts
 from zeepo.engine.torch_functions import LISTWISE, METADATA, RUNS_BACKWARD, Function
 from zeepo.errors import UnsupportedError
 
@@ -141,7 +142,10 @@ class _Intercepting:
     def __torch_function__(
         cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        result = _dispatch(func, args, kwargs or {})
+        if interrupts.waiting:
+            interrupts.deliver()
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """An ordinary tensor with the current values."""

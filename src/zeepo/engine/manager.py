@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zeepo.chunks.layout import Layout, pack
 from zeepo.chunks.storages import address, fills_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.engine.assembly import PartsTier
 from zeepo.engine.backward import NodeLeases, tensors_in
 from zeepo.engine.gradients import Gradients
 from zeepo.engine.managed import (
@@ -147,7 +148,11 @@ class Manager:
                 first_node = torch._C._autograd._get_sequence_nr()
                 result = func(*args, **kwargs)
                 self._note_changes(func, args, managed, homes, versions)
-                self.finish(result, (args, kwargs), homes, chunks, first_node)
+                if torch._C._functorch.maybe_current_level() is None:
+                    self.finish(result, (args, kwargs), homes, chunks, first_node)
+                else:  # inside torch.func: what wraps our tensors cannot be followed
+                    for home in homes:
+                        self.lease_until_step(home)
             finally:
                 self.store.release(chunks)
         return result
@@ -187,7 +192,10 @@ class Manager:
         if sabotaged("dirty.mark"):
             return
         written: set[int] = set()
-        if getattr(func, "__name__", "").endswith("_") and args:
+        name = getattr(func, "__name__", "")
+        if name.startswith("_fused_"):  # an optimizer's kernel: parameters, gradients and states
+            written = {id(t) for t in managed}
+        elif name.endswith("_") and args:
             written = {id(t) for t in tensors_in(args[0])}
         for tensor, home, before in zip(managed, homes, versions, strict=True):
             if id(tensor) in written or _version(tensor) != before:
@@ -203,6 +211,7 @@ class Manager:
 
     def lease_for_life_of(self, home: Home, obj: object) -> None:
         """Keep a chunk resident while `obj` lives; it may be written through `obj`."""
+        self._refuse_raw_access_in_pieces(home)
         self.store.lease([home.chunk])
         home.chunk.raw_holds += 1
         # Garbage is collected in any thread, also one we wait for: only note it there.
@@ -216,10 +225,19 @@ class Manager:
 
     def lease_until_step(self, home: Home) -> None:
         """Keep a chunk resident until the next optimizer step; it may be written meanwhile."""
+        self._refuse_raw_access_in_pieces(home)
         if not any(chunk is home.chunk for chunk in self._until_step):
             self.store.lease([home.chunk])
             home.chunk.raw_holds += 1
             self._until_step.append(home.chunk)
+
+    @staticmethod
+    def _refuse_raw_access_in_pieces(home: Home) -> None:
+        if isinstance(home.chunk.home, PartsTier):
+            raise UnsupportedError(
+                f"{home.name} is large and kept in pieces: it has no address of its own that could "
+                "be given to numpy, dlpack or C. Use a copy: .clone()."
+            )
 
     def _drain_raw_leases(self) -> None:
         while self._ended_raw_leases:

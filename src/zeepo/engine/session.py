@@ -175,6 +175,8 @@ class Session:
             home = self._manager.home(p)
             if home is not None:
                 chunks[home.chunk.key] = home.chunk
+        for step in self._steps:  # while the block holds its leases there may be no room for them
+            step.finish_put_off()
         self._store.lease(list(chunks.values()))
         try:
             yield parameters
@@ -227,6 +229,7 @@ class Session:
         What cannot be read from disk any more is filled with NaN, and CorruptionError says so.
         """
         if not self._closed:
+            self._store.check_process()
             self._give_everything_back()
 
     def _give_everything_back(self) -> None:

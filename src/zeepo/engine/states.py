@@ -19,7 +19,14 @@ from zeepo.chunks.storages import address, is_exclusive, new_storage, take_memor
 from zeepo.chunks.store import Chunk, Kind
 from zeepo.engine.assembly import Part, PartsTier
 from zeepo.engine.gradients import forget
-from zeepo.engine.managed import Home, home_of, mark_managed, mark_ordinary, plain_torch
+from zeepo.engine.managed import (
+    Home,
+    home_of,
+    mark_managed,
+    mark_ordinary,
+    plain_torch,
+    storage_of,
+)
 from zeepo.engine.manager import Manager
 
 
@@ -41,6 +48,7 @@ class States:
         self._piece_bytes = piece_bytes
         """None: parameters must stay whole."""
         self._pieces: dict[int, list[Piece]] = {}
+        self._strides: dict[int, list[tuple[int, ...]]] = {}
         self._chunks: dict[tuple[int, int, str], Chunk] = {}
         self._visible: dict[tuple[int, int, str], Tensor] = {}
         """(PARAM chunk, slot, state name) -> the managed tensor the user sees."""
@@ -55,7 +63,17 @@ class States:
             limit = self._piece_bytes or max(64, chunk.layout.nbytes)
             cut = cut_into_pieces(numels, itemsizes, limit)
             self._pieces[chunk.key] = [Piece(i, tuple(cuts)) for i, cuts in enumerate(cut)]
+            self._strides[chunk.key] = [home.plain.stride() for home in homes]
         return self._pieces[chunk.key]
+
+    def strides(self, home: Home) -> tuple[int, ...]:
+        """The order in memory in which a parameter's state is cut, whatever its own is by now."""
+        return self._strides[home.chunk.key][home.index]
+
+    def assembled(self, chunk: Chunk) -> list[Chunk]:
+        """Chunks that show cut states of a PARAM chunk as wholes."""
+        homes = [home_of(t) for (key, _, _), t in self._visible.items() if key == chunk.key]
+        return [h.chunk for h in homes if h is not None and isinstance(h.chunk.home, PartsTier)]
 
     def state_chunks(self, chunk: Chunk, piece: Piece) -> list[Chunk]:
         """The STATE chunks that go with a piece."""
@@ -92,7 +110,7 @@ class States:
         if len(pieces) == 1:
             return self.take_in(home, name, pieces[0], _cuts_of(pieces[0], home.index)[0], value)
         with torch.no_grad(), plain_torch():
-            flat = _flat(value, home)
+            flat = _flat(value, self.strides(home))
             for piece in pieces:
                 for cut in _cuts_of(piece, home.index):
                     part = flat[cut.start : cut.start + cut.numel].clone()
@@ -109,7 +127,7 @@ class States:
         if chunk.layout.slots[index].nbytes != value.numel() * value.element_size():
             return value  # another dtype than the first one seen: it stays in RAM, as it is
         storage = value.untyped_storage()
-        self._store.drop(chunk, index)
+        self._drop_part(chunk, index)
         self._store.adopt(chunk, index, storage)
         self._manager.by_storage[address(storage)] = chunk
         label = f"{home.name}.{name}"
@@ -169,7 +187,7 @@ class States:
         with plain_torch():
             shell = torch.empty(0, dtype=dtype)
             storage = new_storage(0)
-            value = shell.set_(storage, 0, home.plain.shape, home.plain.stride())
+            value = shell.set_(storage, 0, home.plain.shape, self.strides(home))
             storage = value.untyped_storage()
         take_memory(storage)
         self._store.attach_lower(chunk, 0, storage)
@@ -180,10 +198,8 @@ class States:
 
     def settle_wholes(self, chunk: Chunk) -> None:
         """Before pieces change: what the user wrote into an assembled whole goes to its pieces."""
-        for (key, _, _), tensor in self._visible.items():
-            home = home_of(tensor)
-            if key == chunk.key and home is not None and isinstance(home.chunk.home, PartsTier):
-                self._store.evict(home.chunk)
+        for whole in self.assembled(chunk):
+            self._store.evict(whole)
 
     # -- letting go ------------------------------------------
 
@@ -193,13 +209,20 @@ class States:
             return
         tensor_home = home_of(tensor)
         was_whole = tensor_home is not None and isinstance(tensor_home.chunk.home, PartsTier)
+        self._manager.by_storage.pop(address(storage_of(tensor)), None)
         forget(self._store, tensor)
         if was_whole:
             for piece in self._pieces[key[0]]:
                 for index, cut in enumerate(piece.cuts):
                     chunk = self._chunks.get((key[0], piece.number, key[2]))
                     if chunk is not None and cut.tensor == home.index:
-                        self._store.drop(chunk, index)
+                        self._drop_part(chunk, index)
+
+    def _drop_part(self, chunk: Chunk, index: int) -> None:
+        storage = chunk.storages[index]
+        if storage is not None:
+            self._manager.by_storage.pop(address(storage), None)
+            self._store.drop(chunk, index)
 
     def give_back(self) -> None:
         """Every state becomes an ordinary tensor with its current values."""
@@ -216,10 +239,8 @@ def _cuts_of(piece: Piece, slot: int) -> list[Cut]:
     return [cut for cut in piece.cuts if cut.tensor == slot]
 
 
-def _flat(value: Tensor, home: Home) -> Tensor:
-    """The elements in the order in which the parameter has them in memory."""
-    if value.stride() != home.plain.stride():
-        value = torch.empty_strided(home.plain.shape, home.plain.stride(), dtype=value.dtype).copy_(
-            value
-        )
+def _flat(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The elements in the order that `strides` tell."""
+    if value.stride() != strides:
+        value = torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
     return value.as_strided((value.numel(),), (1,))

@@ -36,7 +36,6 @@ from zeepo.engine.update import (
     is_ordinary_context,
     ordinary_context,
 )
-from zeepo.errors import DiskError, InternalError
 from zeepo.optim.catalogue import Grain, grain_of, num_states_of
 from zeepo.optim.shadow import Recipe, State, take_recipe
 from zeepo.sabotage import sabotaged
@@ -116,7 +115,7 @@ class OptimizerStep:
         self, updates: Sequence[ChunkUpdate]
     ) -> tuple[list[ChunkUpdate], list[ChunkUpdate]]:
         """What has to be done now, and what can wait."""
-        if not (self._may_put_off and is_ordinary_context()):
+        if not self._may_put_off or not is_ordinary_context() or self._store.has_leases():
             return list(updates), []
         later = [update for update in updates if update.can_wait()]
         return [update for update in updates if update not in later], later
@@ -143,20 +142,23 @@ class OptimizerStep:
         def do_it() -> None:
             self._finish(update)
 
-        for chunk in update.chunks():
-            chunk.before_use = do_it
-        self._put_off[update.chunk.key] = update
+        with self._store.lock:
+            self._put_off[update.chunk.key] = update
+            for chunk in update.chunks():
+                chunk.before_use = do_it
 
     def _finish(self, update: ChunkUpdate) -> None:
-        for chunk in update.chunks():
-            chunk.before_use = None
-        del self._put_off[update.chunk.key]
-        try:
-            with ordinary_context():
-                update.run()
-        except BaseException:
-            self._wait_for_use(update)  # the next use tries again
-            raise
+        with self._store.lock:
+            if self._put_off.pop(update.chunk.key, None) is None:
+                return  # another thread was faster
+            for chunk in update.chunks():
+                chunk.before_use = None
+            try:
+                with ordinary_context():
+                    update.run()
+            except BaseException:
+                self._wait_for_use(update)  # the next use tries again
+                raise
 
     def finish_put_off(self) -> None:
         """Carry out what still waits."""
@@ -168,7 +170,7 @@ class OptimizerStep:
         for update in list(self._put_off.values()):
             try:
                 self._finish(update)
-            except (DiskError, InternalError) as error:
+            except Exception as error:
                 update.give_up(error)
         self._put_off.clear()
 

@@ -22,6 +22,7 @@ from zeepo.chunks.store import Chunk
 from zeepo.engine.managed import Home, home_of, plain_torch
 from zeepo.engine.manager import Manager
 from zeepo.engine.states import Piece, States
+from zeepo.errors import SessionError
 from zeepo.optim.shadow import Recipe, State
 from zeepo.sabotage import sabotaged
 
@@ -48,6 +49,19 @@ class Part:
     cut: Cut
     tensor: Tensor
     state: State
+    values: Tensor
+    """The whole parameter that `tensor` is cut from: its own, or a copy in another order."""
+    grads: Tensor
+    """The same of its gradient."""
+
+    def write_back(self) -> None:
+        """What was done to a copy is done to the parameter."""
+        if not self.is_whole and self.values is not self.target.home.plain:
+            self.target.home.plain.copy_(self.values)
+
+    def write_grad_back(self) -> None:
+        if self.grads is not self.target.grad.plain:
+            self.target.grad.plain.copy_(self.grads)
 
     @property
     def is_whole(self) -> bool:
@@ -78,6 +92,8 @@ class ChunkUpdate:
         self._store = manager.store
         self._states = states
         self._grads = manager.grad_chunks[chunk.key]
+        self._torn_by: BaseException | None = None
+        """What was raised in the middle of the optimizer's arithmetic."""
         updated = {target.home.index for target in targets}
         self._pieces_left = [
             piece
@@ -88,8 +104,9 @@ class ChunkUpdate:
     # -- waiting ----------------------------------------------------------------------------------
 
     def chunks(self) -> list[Chunk]:
-        """All whose bytes it reads or changes."""
-        return [self._grads, *self._changed_chunks()]
+        """All whose bytes it reads or changes, and what shows them as one."""
+        wholes = self._states.assembled(self.chunk) if self._pieces_left else []
+        return [self._grads, *self._changed_chunks(), *wholes]
 
     def _changed_chunks(self) -> list[Chunk]:
         """Those it has still to change."""
@@ -120,10 +137,15 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Carry it out. After an error it can be run again and goes on where it stopped."""
-        targets = {target.home.index: target for target in self.targets}
+        """Carry it out. After a tier's error it can be run again and goes on where it stopped."""
+        if self._torn_by is not None:
+            raise SessionError(
+                f"the update of {self.chunk.label} was torn by {self._torn_by!r}: its values are "
+                "neither those before the step nor those after it. Close the session and go on "
+                "from the last checkpoint."
+            ) from self._torn_by
         while self._pieces_left:
-            self._update_piece(self._pieces_left[0], targets)
+            self._update_piece(self._pieces_left[0])
             del self._pieces_left[0]
         self._manager.gradients.forget_unwanted(self._grads)
 
@@ -134,31 +156,48 @@ class ChunkUpdate:
         self._store.give_up(self._changed_chunks(), error)
         self._manager.gradients.forget_unwanted(self._grads)
 
-    def _update_piece(self, piece: Piece, targets: dict[int, Target]) -> None:
-        states = self._states_of(piece)
-        leased = [self.chunk, self._grads, *states]
-        self._store.lease(leased)
-        try:
-            parts = [
-                self._part(targets[cut.tensor], piece, cut)
-                for cut in piece.cuts
-                if cut.tensor in targets
-            ]
-            self._store.make_room(self._new_state_bytes(parts))
-            if not sabotaged("update.mark"):  # before: an update that raises half-way changed too
-                for changed in (self.chunk, *states):
-                    self._store.mark_changed(changed)
-            tensors: dict[int, list[Tensor]] = {}
-            for part in parts:
-                tensors.setdefault(part.target.group, []).append(part.tensor)
-            with plain_torch():
-                new_states = self._recipe.run_on(
-                    tensors, {part.tensor: part.state for part in parts if part.state}
-                )
-            for part in parts:
-                self._keep_state(part, piece, new_states.get(part.tensor, {}))
-        finally:
-            self._store.release(leased)
+    def _update_piece(self, piece: Piece) -> None:
+        """Parameters that have states first, then those that get theirs now: room for either."""
+        targets = {target.home.index: target for target in self.targets}
+        cuts = [cut for cut in piece.cuts if cut.tensor in targets]
+        old = [cut for cut in cuts if _has_states(targets[cut.tensor])]
+        new = [cut for cut in cuts if not _has_states(targets[cut.tensor])]
+        for some, states in ((old, self._states_of(piece)), (new, [])):
+            if some:
+                leased = [self.chunk, self._grads, *states]
+                self._store.lease(leased)
+                try:
+                    parts = [self._part(targets[cut.tensor], piece, cut) for cut in some]
+                    self._update_parts(piece, parts, states)
+                finally:
+                    self._store.release(leased)
+
+    def _update_parts(self, piece: Piece, parts: list[Part], states: list[Chunk]) -> None:
+        """Run the optimizer on parts whose chunks are leased."""
+        self._store.make_room(self._new_state_bytes(parts))
+        if not sabotaged("update.mark"):  # before: an update that raises half-way changed too
+            for changed in (self.chunk, *states):
+                self._store.mark_changed(changed)
+        tensors: dict[int, list[Tensor]] = {}
+        for part in parts:
+            tensors.setdefault(part.target.group, []).append(part.tensor)
+        with plain_torch():
+            versions = [_grad_version(part) for part in parts]
+            old_states = {part.tensor: part.state for part in parts if part.state}
+            try:
+                new_states = self._recipe.run_on(tensors, old_states)
+            except BaseException as error:
+                self._torn_by = error
+                raise
+            # Fused kernels that unscale write to the gradient without counting its version.
+            writes_grads = self._recipe.attributes.get("grad_scale") is not None
+            for part, version in zip(parts, versions, strict=True):
+                if writes_grads or _grad_version(part) != version:
+                    part.write_grad_back()
+                    self._store.mark_changed(self._grads)
+                part.write_back()
+        for part in parts:
+            self._keep_state(part, piece, new_states.get(part.tensor, {}))
 
     def _states_of(self, piece: Piece) -> list[Chunk]:
         return self._states.state_chunks(self.chunk, piece)
@@ -169,14 +208,18 @@ class ChunkUpdate:
         is_whole = cut.numel == home.plain.numel()
         with plain_torch():
             if is_whole:
-                tensor, grad = home.plain.detach(), grad_home.plain
+                values, grads = home.plain, grad_home.plain
+                tensor, grad = values.detach(), grads
             else:
-                tensor, grad = _run(home.plain, cut), _run(_like(grad_home.plain, home.plain), cut)
+                strides = self._states.strides(home)
+                values, grads = _with_strides(home.plain, strides), grad_home.plain
+                grads = _with_strides(grads, strides)
+                tensor, grad = _run(values, cut), _run(grads, cut)
             tensor.grad = grad
             state: State = {}
             for name, value in target.entry.items():
                 state[name] = self._state_value(target, piece, cut, name, value, is_whole)
-        return Part(target, cut, tensor, state)
+        return Part(target, cut, tensor, state, values, grads)
 
     def _state_value(
         self, target: Target, piece: Piece, cut: Cut, name: str, value: Any, is_whole: bool
@@ -284,8 +327,17 @@ def _run(tensor: Tensor, cut: Cut) -> Tensor:
     )
 
 
-def _like(value: Tensor, other: Tensor) -> Tensor:
-    """`value` with its elements in memory in the order of `other`."""
-    if value.stride() == other.stride():
+def _with_strides(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """`value` with its elements in memory in the order that `strides` tell."""
+    if value.stride() == strides and not value.is_conj() and not value.is_neg():
         return value
-    return torch.empty_strided(other.shape, other.stride(), dtype=value.dtype).copy_(value)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
+
+
+def _grad_version(part: Part) -> int:
+    assert part.tensor.grad is not None
+    return part.tensor.grad._version
+
+
+def _has_states(target: Target) -> bool:
+    return any(home_of(value) is not None for value in target.entry.values())

@@ -15,11 +15,29 @@ import numpy as np
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
-_MREMAP_TO_FIXED_KEEPING_OLD = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
-_MREMAP = getattr(ctypes.CDLL(None, use_errno=True), "mremap", None)
-if _MREMAP is not None:
-    _MREMAP.restype = ctypes.c_void_p
-    _MREMAP.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, ctypes.c_int, ctypes.c_void_p]
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MOVE_TO_FIXED_KEEPING_OLD = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
+_MAP_FIXED = 0x10
+
+
+def _move_pages(source: int, target: int, nbytes: int) -> bool:
+    """Move pages from one mapped range to another; both are mapped afterwards, moved or not."""
+    mremap, remap = _LIBC.mremap, _LIBC.mmap
+    mremap.restype = remap.restype = ctypes.c_void_p
+    size, flags = ctypes.c_size_t(nbytes), _MOVE_TO_FIXED_KEEPING_OLD
+    moved = mremap(ctypes.c_void_p(source), size, size, flags, ctypes.c_void_p(target))
+    if moved == target:
+        return True
+    # Some kernels unmap the target before they find that they cannot move.
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    again = remap(ctypes.c_void_p(target), size, access, kind, -1, ctypes.c_size_t(0))
+    if again != target:
+        raise OSError(ctypes.get_errno(), "a buffer's address range could not be mapped again")
+    return False
+
+
+_can_move_pages = hasattr(_LIBC, "mremap")
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -65,8 +83,9 @@ class Mapping:
         """
         room_bytes = min(self.nbytes - offset_bytes, giver.nbytes - giver_offset_bytes)
         nbytes = room_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if _MREMAP is None or nbytes <= 0:
+        global _can_move_pages
+        if not _can_move_pages or nbytes <= 0:
             return 0
         source, target = giver.address + giver_offset_bytes, self.address + offset_bytes
-        moved = _MREMAP(source, nbytes, nbytes, _MREMAP_TO_FIXED_KEEPING_OLD, target)
-        return nbytes if moved == target else 0
+        _can_move_pages = _move_pages(source, target, nbytes)
+        return nbytes if _can_move_pages else 0

@@ -61,9 +61,7 @@ def grain_of(optimizer: Optimizer) -> Grain:
 
 def num_states_of(optimizer: Optimizer) -> int:
     """How many tensors of the parameter's size the optimizer keeps for each parameter."""
-    name = _torch_name(optimizer)
-    if name is None:
-        return _UNKNOWN_NUM_STATES
+    name = _torch_name(optimizer) or ""
     states = _NUM_STATES.get(name, _BY_PARAMETER.get(name, _UNKNOWN_NUM_STATES))
     groups = optimizer.param_groups
     if any(group.get("amsgrad") for group in groups):

@@ -70,6 +70,6 @@ def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
 def _fixed_value(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value if sabotaged("recipe.copy") else value.detach().clone()
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+    if type(value) in (list, tuple):
         return type(value)(map(_fixed_value, value))
-    return value
+    return _fixed(value) if type(value) is dict else value
