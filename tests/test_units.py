@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeepo.units import GiB, KiB, MiB, TiB, format_bytes, parse_bytes
+from zeepo.units import GiB, KiB, MiB, TiB, enough_bytes, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,9 @@ def test_what_is_shown_reads_back_within_its_last_digit(num_bytes: int) -> None:
 @given(st.integers(0, 2**70))
 def test_plain_numbers_are_exact(num_bytes: int) -> None:
     assert parse_bytes(str(num_bytes)) == num_bytes
+
+
+@given(st.integers(0, 1 << 50))
+def test_enough_is_enough_and_little_more(num_bytes: int) -> None:
+    stated = parse_bytes(enough_bytes(num_bytes))
+    assert num_bytes <= stated <= num_bytes * 1.11 + 1

@@ -3,6 +3,31 @@
 from zeepo.engine.api import close, current_session, init
 from zeepo.engine.lazy import lazy
 from zeepo.engine.session import Session
+from zeepo.errors import (
+    BudgetError,
+    ConfigError,
+    CorruptionError,
+    DiskError,
+    InternalError,
+    SessionError,
+    UnsupportedError,
+    ZeepoError,
+)
 
 __version__ = "0.1.0"
-__all__ = ["Session", "__version__", "close", "current_session", "init", "lazy"]
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "CorruptionError",
+    "DiskError",
+    "InternalError",
+    "Session",
+    "SessionError",
+    "UnsupportedError",
+    "ZeepoError",
+    "__version__",
+    "close",
+    "current_session",
+    "init",
+    "lazy",
+]

@@ -77,3 +77,12 @@ def format_bytes(num_bytes: int) -> str:
         if float(shown) < 1024:
             return f"{sign}{shown} {unit}"
     return f"{sign}{magnitude / TiB:.1f} TiB"
+
+
+def enough_bytes(num_bytes: int) -> str:
+    """A size to write into an option that is at least `num_bytes`: "114.1MiB"."""
+    for factor, unit in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if num_bytes >= factor:
+            tenths = -(-num_bytes * 10 // factor)
+            return f"{tenths // 10}.{tenths % 10}{unit}"
+    return str(num_bytes)

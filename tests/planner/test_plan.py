@@ -162,7 +162,7 @@ def test_explain_shows_the_bill() -> None:
     text = plan.explain()
     for part in (plan.minimum_ram, plan.reserve, plan.ram, *plan.items().values()):
         assert format_bytes(part) in text
-    for word in ("3 units", "params", "rest in disk", "staging", "reserve for torch"):
+    for word in ("3 units", "params", "rest on disk", "staging", "reserve for torch"):
         assert word in text
     listed = text.split("largest units")[1].split()
     assert [w for w in listed if w in "abc"] == ["b", "c", "a"]

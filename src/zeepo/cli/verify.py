@@ -44,7 +44,11 @@ def add_command(commands: Any) -> None:
         epilog="exit status: 0 the same bits, 1 something differs, 2 the program or its use fails",
     )
     parser.add_argument("target", help="a script, or module:function")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own arguments")
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="the program's own arguments: all that follows it",
+    )
     parser.add_argument("--steps", type=_count, default=5, help="optimizer steps (default 5)")
     parser.add_argument(
         "--no-selfcheck",

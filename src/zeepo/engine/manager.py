@@ -259,8 +259,9 @@ class Manager:
                 value = value.detach().clone(memory_format=torch.preserve_format)
         if value.dtype != home.plain.dtype or value.numel() != home.plain.numel():
             raise UnsupportedError(
-                f"{home.name}.data: replacing {tuple(home.plain.shape)} {home.plain.dtype} by "
-                f"{tuple(value.shape)} {value.dtype} would change its size. Change the model "
+                f"{home.name} cannot change from {tuple(home.plain.shape)} {home.plain.dtype} to "
+                f"{tuple(value.shape)} {value.dtype} (model.half(), model.to(dtype), p.data = ...) "
+                "while a session is open: its place has a fixed size. Change the model "
                 "before zeepo.init, or close the session first."
             )
         storage = home.chunk.storages[home.index]

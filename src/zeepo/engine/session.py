@@ -34,6 +34,7 @@ from zeepo.errors import (
     BudgetError,
     ConfigError,
     CorruptionError,
+    DiskError,
     SessionError,
     UnsupportedError,
 )
@@ -43,7 +44,9 @@ from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.planner.plan import Plan
 from zeepo.planner.units import Unit, find_units
-from zeepo.units import format_bytes
+from zeepo.units import enough_bytes, format_bytes
+
+NO_DISK_HINT = ' Give disk="/a/folder": what does not fit can then rest there.'
 
 
 class Session:
@@ -75,9 +78,10 @@ class Session:
             raise BudgetError(
                 f"ram={format_bytes(self.plan.ram)} is too little by "
                 f"{format_bytes(self.plan.minimum_ram - self.plan.ram)}: this session needs "
-                f"{format_bytes(self.plan.minimum_ram)} ({self.plan.minimum_ram} bytes).\n"
-                f"{self.plan.explain()}"
+                f'ram="{enough_bytes(self.plan.minimum_ram)}" ({self.plan.minimum_ram} bytes).'
+                f"{'' if options.disk else NO_DISK_HINT}\n{self.plan.explain()}"
             )
+        self._check_disk_limit(options)
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
         self._disk: DiskTier | None = None
@@ -98,6 +102,17 @@ class Session:
             with contextlib.suppress(CorruptionError):  # the first error is the one to tell
                 self._give_everything_back()
             raise
+
+    def _check_disk_limit(self, options: Options) -> None:
+        """Refuse now what would fail in the middle of the first steps."""
+        needed = self.plan.disk_bytes - self.plan.managed_bytes
+        if options.disk_limit is not None and options.disk_limit < needed:
+            raise DiskError(
+                f"disk_limit={format_bytes(options.disk_limit)} is too little: what rests on disk "
+                f"is up to {format_bytes(self.plan.disk_bytes)}, and ram keeps at most "
+                f"{format_bytes(self.plan.managed_bytes)} of it. Give "
+                f'disk_limit="{enough_bytes(self.plan.disk_bytes)}", or more ram.'
+            )
 
     def _find_units(self) -> list[Unit]:
         taken: set[int] = set()
@@ -286,6 +301,6 @@ def _listed(what: str, given: Any, kind: type) -> list[Any]:
     if isinstance(given, (list, tuple)) and all(isinstance(item, kind) for item in given):
         return list({id(item): item for item in given}.values())
     raise ConfigError(
-        f"zeepo.init: {what} is {given!r}, not a {kind.__name__} or a list of them. Call it as "
-        "zeepo.init(model, optimizer, ...)."
+        f"zeepo.init: {what} is a {type(given).__name__}, not a {kind.__name__} or a list of them. "
+        "Call it as zeepo.init(model, optimizer, ...)."
     )

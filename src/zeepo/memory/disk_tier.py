@@ -25,7 +25,7 @@ from zeepo.memory.pool import Buffer, BufferPool
 from zeepo.memory.striping import StripePattern
 from zeepo.memory.tier import Describe, Extent, Piece, check_live, check_pieces, check_target
 from zeepo.memory.transfers import TransferQueue
-from zeepo.units import format_bytes
+from zeepo.units import enough_bytes, format_bytes
 
 PART_BYTES = 4 << 20
 """A transfer is cut in parts of about this size, so that one extent keeps every thread busy."""
@@ -206,8 +206,8 @@ class DiskTier:
         return (
             f"cannot place {format_bytes(padded_bytes)} ({label!r}) on disk: "
             f"{format_bytes(self._used_bytes)} used of the limit of {format_bytes(limit_bytes)} "
-            f"in {where}. Raise disk_limit to {format_bytes(self._used_bytes + padded_bytes)} or "
-            f"more, or keep more in ram."
+            f"in {where}. Raise disk_limit (to at least "
+            f"{enough_bytes(self._used_bytes + padded_bytes)} for this alone), or keep more in ram."
         )
 
     def _plan_parts(self, extent: DiskExtent, phase: int) -> list[PartPlan]:

@@ -67,6 +67,14 @@ class Plan:
         """What the ledger may hold under the budget in force."""
         return self.ram - self.reserve
 
+    @property
+    def disk_bytes(self) -> int:
+        """What can be on disk at once when nothing of it is in RAM."""
+        nothing_in_ram = dict.fromkeys(self.placement, True)
+        sizes = self._resting(nothing_in_ram)
+        tags = {"params": "params", "grads": "grads", "optimizer_state": "optimizer state"}
+        return sum(sizes[tags[kind]] for kind, tier in self.placement.items() if tier == "disk")
+
     def items(self) -> dict[str, int]:
         """The bill of the managed part: what must be in RAM at the worst moment, by tag."""
         in_ram = {kind: where == "ram" for kind, where in self.placement.items()}
@@ -120,8 +128,8 @@ class Plan:
         """The bill, as text."""
         lines = [f"{self.num_units} units, budget {format_bytes(self.ram)}"]
         for kind, where in self.placement.items():
-            lines.append(f"  {kind:<16} rest in {where}")
-        lines.append(f"least ram: {format_bytes(self.minimum_ram)}")
+            lines.append(f"  {kind:<16} rest {'on' if where == 'disk' else 'in'} {where}")
+        lines.append(f"least ram: {format_bytes(self.minimum_ram)}, needed at the same time:")
         lines.append(f"  {'reserve for torch':<24} {format_bytes(self.reserve):>12}")
         for tag, nbytes in self.items().items():
             lines.append(f"  {tag:<24} {format_bytes(nbytes):>12}")
