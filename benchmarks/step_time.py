@@ -1,10 +1,10 @@
 """What does a step cost under zeepo? Against plain PyTorch with fused AdamW, in one process.
 
-Plain and zeepo train on the same batches in turns. With everything in RAM a turn is one step. On
-disk a turn is four steps, of which the first does not count: it meets what the other left behind
-(transfers under way, cold caches), and so every counted zeepo step does the whole of one update,
-its own or the one before. The figure is the median over turns of the ratio of both, without the
-first turns. Losses must be equal bit for bit. Writes a JSON under benchmarks/results.
+Plain and zeepo train on the same batches in turns of four steps. The first step of a turn does not
+count: it meets what the other left behind (transfers under way, the allocator's free lists, cold
+caches), and so every counted zeepo step does the whole of one update, its own or the one before.
+The figure is the median over turns of the ratio of both, without the first turn. Losses must be
+equal bit for bit. Writes a JSON under benchmarks/results.
 
     python benchmarks/step_time.py --disk DIRECTORY [--ram 1GiB] [--layers 12 ...]
 """
@@ -47,8 +47,7 @@ class Turns:
         return statistics.median(trainer.seconds[first + self.num_skipped : first + self.num_steps])
 
 
-IN_RAM = Turns(num_turns=18, num_steps=1, num_skipped=0, num_warm_up=2)
-ON_DISK = Turns(num_turns=7, num_steps=4, num_skipped=1, num_warm_up=1)
+TURNS = Turns(num_turns=8, num_steps=4, num_skipped=1, num_warm_up=1)
 
 
 class Trainer:
@@ -124,12 +123,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.disk) as disk:
         if args.only != "disk":
             print("everything in RAM")
-            results["ram"] = compare(config, args.batch, IN_RAM, **everything)
+            results["ram"] = compare(config, args.batch, TURNS, **everything)
         if args.only != "ram":
             print(f"everything on disk, ram={args.ram}")
-            results["disk"] = compare(
-                config, args.batch, ON_DISK, ram=args.ram, disk=disk, **on_disk
-            )
+            results["disk"] = compare(config, args.batch, TURNS, ram=args.ram, disk=disk, **on_disk)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     report = {
         "question": "step time of a GPT against plain PyTorch with fused AdamW",
