@@ -39,9 +39,11 @@ from zeepo.errors import (
     UnsupportedError,
 )
 from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.heap import HeapKeeper, give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
+from zeepo.planner.machine import resident_growth_bytes
 from zeepo.planner.plan import Plan
 from zeepo.planner.units import Unit, find_units
 from zeepo.units import enough_bytes, format_bytes
@@ -82,6 +84,7 @@ class Session:
                 f"{'' if options.disk else NO_DISK_HINT}\n{self.plan.explain()}"
             )
         self._check_disk_limit(options)
+        self._heap = HeapKeeper(self.plan.ram, resident_growth_bytes)
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
         self._disk: DiskTier | None = None
@@ -144,6 +147,7 @@ class Session:
         self._manager.adopt_aliases(aliases)
         for lazy in lazies:
             lazy.close_if_empty()
+        give_back_free_memory()
 
     def _take_optimizer(self, optimizer: Optimizer) -> None:
         label = f"optimizer{len(self._steps)}" if len(self._optimizers) > 1 else "optimizer"
@@ -169,6 +173,7 @@ class Session:
         self._manager.end_raw_leases()
         self._store.trace.end_step()
         self._store.read_ahead()
+        self._heap.check()
 
     # -- what the user asks -----------------------------------------------------------------------
 

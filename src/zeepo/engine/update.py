@@ -23,6 +23,7 @@ from zeepo.engine.managed import Home, home_of, plain_torch
 from zeepo.engine.manager import Manager
 from zeepo.engine.states import Piece, States
 from zeepo.errors import SessionError
+from zeepo.memory.heap import give_back_free_memory
 from zeepo.optim.shadow import Recipe, State
 from zeepo.sabotage import sabotaged
 
@@ -171,6 +172,8 @@ class ChunkUpdate:
                     self._update_parts(piece, parts, states)
                 finally:
                     self._store.release(leased)
+        if new and self._num_states:
+            give_back_free_memory()  # the new states were moved into buffers
 
     def _update_parts(self, piece: Piece, parts: list[Part], states: list[Chunk]) -> None:
         """Run the optimizer on parts whose chunks are leased."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 MARGIN = 0.1
@@ -51,6 +52,22 @@ def cgroup_available_bytes(
             if most is not None and used is not None and most < 1 << 60:
                 free.append(max(0, most - used))
     return min(free) if free else None
+
+
+def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+    """This process's resident memory, or 0 where it cannot be read."""
+    try:
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+_RESIDENT_AT_IMPORT = resident_bytes()
+
+
+def resident_growth_bytes() -> int:
+    """How much the process has grown since zeepo was imported."""
+    return resident_bytes() - _RESIDENT_AT_IMPORT
 
 
 def available_ram_bytes() -> int:
