@@ -22,7 +22,7 @@ from tests.faults.small import (
     train,
 )
 from zeepo.config import OPTION_NAMES
-from zeepo.errors import BudgetError, ConfigError, SessionError, UnsupportedError
+from zeepo.errors import BudgetError, ConfigError, DiskError, SessionError, UnsupportedError
 
 PLACEMENTS = [
     {"params": "disk", "grads": "disk", "optimizer_state": "disk"},
@@ -285,3 +285,14 @@ def test_gathered_survives_an_exception_and_closing_inside(tmp_path: Path) -> No
 def test_help_names_every_option() -> None:
     text = inspect.getdoc(zeepo.init) or ""
     assert [name for name in OPTION_NAMES if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_a_disk_limit_that_cannot_be_enough_is_refused_at_init(tmp_path: Path) -> None:
+    model, optimizer = build()
+    with open_at_minimum(model, optimizer, tmp_path) as session:
+        least, needed = session.plan.minimum_ram, session.plan.disk_bytes
+    with pytest.raises(DiskError, match=r"disk_limit=.* is too little"):
+        zeepo.init(model, optimizer, ram=least, disk=tmp_path, disk_limit=50_000)
+    assert scratch_files(tmp_path) == []
+    with zeepo.init(model, optimizer, ram=least, disk=tmp_path, disk_limit=2 * needed):
+        train(model, optimizer, range(2))

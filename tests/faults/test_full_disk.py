@@ -88,12 +88,13 @@ def test_training_goes_on_once_there_is_room_again(tmp_path: Path, full_disk: li
 
 
 def test_disk_limit_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    """Parameters fit, optimizer state does not."""
+    """Parameters fit, optimizer state does not (as if init had been wrong about the need)."""
     model, optimizer = build()
     before = [p.detach().clone() for p in model.parameters()]
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    session = open_at_minimum(model, optimizer, tmp_path, disk_limit=int(nbytes * 2.2) + (64 << 10))
-    with pytest.raises(DiskError, match="Raise disk_limit to"):
+    session = open_at_minimum(model, optimizer, tmp_path)
+    session._disk.limit_bytes = int(nbytes * 2.2) + (64 << 10)
+    with pytest.raises(DiskError, match="Raise disk_limit"):
         train(model, optimizer, range(3))
     session.close()
     assert_ordinary(model, optimizer)

@@ -176,7 +176,7 @@ def test_the_limit_is_named_and_kept(tmp_path: Path) -> None:
         tier.allocate("second", 5 * BLOCK)
     assert str(raised.value) == (
         f"cannot place 320.0 KiB ('second') on disk: 384.0 KiB used of the limit of 640.0 KiB in "
-        f"{tmp_path}. Raise disk_limit to 704.0 KiB or more, or keep more in ram."
+        f"{tmp_path}. Raise disk_limit (to at least 704.0KiB for this alone), or keep more in ram."
     )
     tier.free(first)
     tier.allocate("second", 10 * BLOCK)

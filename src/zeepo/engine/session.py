@@ -108,12 +108,12 @@ class Session:
 
     def _check_disk_limit(self, options: Options) -> None:
         """Refuse now what would fail in the middle of the first steps."""
-        needed = self.plan.disk_bytes - self.plan.managed_bytes
-        if options.disk_limit is not None and options.disk_limit < needed:
+        kept = self.plan.managed_bytes - self.plan.staging_bytes
+        if options.disk_limit is not None and options.disk_limit < self.plan.disk_bytes - kept:
             raise DiskError(
                 f"disk_limit={format_bytes(options.disk_limit)} is too little: what rests on disk "
                 f"is up to {format_bytes(self.plan.disk_bytes)}, and ram keeps at most "
-                f"{format_bytes(self.plan.managed_bytes)} of it. Give "
+                f"{format_bytes(kept)} of it. Give "
                 f'disk_limit="{enough_bytes(self.plan.disk_bytes)}", or more ram.'
             )
 
