@@ -32,6 +32,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The models are small: a second OpenMP thread costs more than it gives. test-full has the default.
+test: export OMP_NUM_THREADS = 1
 test: lint typecheck
 	$(BIN)/python -m pytest -m "not slow"
 
