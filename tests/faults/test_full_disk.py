@@ -21,6 +21,7 @@ from tests.faults.small import (
     train,
     train_step,
 )
+from zeepo.engine.update import ChunkUpdate
 from zeepo.errors import DiskError
 
 
@@ -165,3 +166,55 @@ def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert train(model, optimizer, [2, 3]) == train(plain, plain_optimizer, [2, 3])
     session.close()
     assert_same(model, optimizer, plain, plain_optimizer)
+
+
+def test_an_update_that_is_tried_again_updates_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one piece, parameters with states come before those without; between them a lease fails.
+
+    Only a parameter that had a gradient while momentum was on has a state.
+    """
+
+    def run(session_of, is_failing: bool) -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session = session_of(model, optimizer)
+        for layer in model:
+            layer.bias.requires_grad_(False)
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+        for layer in model:
+            layer.bias.requires_grad_(True)
+        optimizer.param_groups[0]["momentum"] = 0.0
+        optimizer.zero_grad()
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+        if is_failing:
+            fail_once_between_batches(monkeypatch)
+            with pytest.raises(DiskError, match="as told"):
+                model(torch.ones(2, 32))
+        model(torch.ones(2, 32))
+        if session is not None:
+            session.close()
+        return model
+
+    plain = run(lambda model, optimizer: None, is_failing=False)
+    managed = run(lambda model, optimizer: open_at_minimum(model, optimizer, tmp_path), True)
+    for p, q in zip(plain.parameters(), managed.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def fail_once_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the second lease of the next update fail."""
+    updated: list[bool] = []
+    real = ChunkUpdate._update_batch
+
+    def update_batch(self, batch):
+        updated.append(batch.has_states)
+        if updated == [True, False]:
+            raise DiskError("as told")
+        real(self, batch)
+
+    monkeypatch.setattr(ChunkUpdate, "_update_batch", update_batch)

@@ -27,8 +27,8 @@ Handler = Callable[[int, FrameType | None], object]
 RETRY_SECONDS = 0.001
 PATIENCE_SECONDS = 10.0
 
-waiting: list[Callable[[], None]] = []
-"""What delivers the signals that came while the engine was at work; mostly empty."""
+waiting: list[Interrupts] = []
+"""Whose signals came while the engine was at work; mostly empty."""
 
 
 def deliver() -> None:
@@ -36,7 +36,7 @@ def deliver() -> None:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and not is_engine_at_work(sys._getframe(2)):
         while waiting:
-            waiting.pop(0)()
+            waiting.pop()._deliver()
 
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -47,6 +47,7 @@ _CALLS_OTHERS = frozenset(
         "_Intercepting.__torch_function__",
         "deliver",
         "Interrupts._run",
+        "Interrupts._deliver",
         "_joined",
         "_set_data",
         "Manager.run",
@@ -112,12 +113,17 @@ class Interrupts:
         since = self._since.setdefault(number, time.monotonic())
         is_patient = self._is_held or time.monotonic() - since < PATIENCE_SECONDS
         if is_patient and is_engine_at_work(frame):
-            waiting.append(lambda: self._run(number, frame))
+            if self not in waiting:
+                waiting.append(self)
             retry = threading.Timer(RETRY_SECONDS, _send_again, (self, number))
             retry.daemon = True
             retry.start()
         else:
             self._run(number, frame)
+
+    def _deliver(self) -> None:
+        for number in list(self._since):
+            self._run(number, sys._getframe())
 
     def _run(self, number: int, frame: FrameType | None) -> None:
         """Call the user's handler, unless another way of delivery was faster."""
@@ -143,6 +149,8 @@ class Interrupts:
         _replace_functions(*self._originals)
         self._originals = None
         undelivered, self._since = list(self._since), {}
+        if self in waiting:
+            waiting.remove(self)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)

@@ -117,8 +117,11 @@ class OptimizerStep:
         """What has to be done now, and what can wait."""
         if not self._may_put_off or not is_ordinary_context() or self._store.has_leases():
             return list(updates), []
-        later = [update for update in updates if update.can_wait()]
-        return [update for update in updates if update not in later], later
+        now: list[ChunkUpdate] = []
+        later: list[ChunkUpdate] = []
+        for update in updates:
+            (later if update.can_wait() else now).append(update)
+        return now, later
 
     def _in_order_of_next_use(self, updates: list[ChunkUpdate]) -> list[ChunkUpdate]:
         order = self._store.trace.first_use_order()

@@ -73,6 +73,15 @@ class Part:
         return self.cut.start + self.cut.numel == self.target.home.plain.numel()
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Cuts of one piece that are updated together: all have states already, or none has."""
+
+    piece: Piece
+    cuts: list[tuple[Target, Cut]]
+    has_states: bool
+
+
 class ChunkUpdate:
     """What one step does to one chunk."""
 
@@ -95,24 +104,20 @@ class ChunkUpdate:
         self._grads = manager.grad_chunks[chunk.key]
         self._torn_by: BaseException | None = None
         """What was raised in the middle of the optimizer's arithmetic."""
-        updated = {target.home.index for target in targets}
-        self._pieces_left = [
-            piece
-            for piece in states.pieces(chunk)
-            if any(cut.tensor in updated for cut in piece.cuts)
-        ]
+        self._batches_left = _batches(states.pieces(chunk), targets)
 
     # -- waiting ----------------------------------------------------------------------------------
 
     def chunks(self) -> list[Chunk]:
         """All whose bytes it reads or changes, and what shows them as one."""
-        wholes = self._states.assembled(self.chunk) if self._pieces_left else []
+        wholes = self._states.assembled(self.chunk) if self._batches_left else []
         return [self._grads, *self._changed_chunks(), *wholes]
 
     def _changed_chunks(self) -> list[Chunk]:
         """Those it has still to change."""
-        states = [c for piece in self._pieces_left for c in self._states_of(piece)]
-        return [self.chunk, *states] if self._pieces_left else []
+        pieces = {id(batch.piece): batch.piece for batch in self._batches_left}
+        states = [chunk for piece in pieces.values() for chunk in self._states_of(piece)]
+        return [self.chunk, *states] if self._batches_left else []
 
     def can_wait(self) -> bool:
         """Whether nobody could tell that it is not done yet.
@@ -145,9 +150,9 @@ class ChunkUpdate:
                 "neither those before the step nor those after it. Close the session and go on "
                 "from the last checkpoint."
             ) from self._torn_by
-        while self._pieces_left:
-            self._update_piece(self._pieces_left[0])
-            del self._pieces_left[0]
+        while self._batches_left:
+            self._update_batch(self._batches_left[0])
+            del self._batches_left[0]
         self._manager.gradients.forget_unwanted(self._grads)
 
     def give_up(self, error: Exception) -> None:
@@ -157,27 +162,22 @@ class ChunkUpdate:
         self._store.give_up(self._changed_chunks(), error)
         self._manager.gradients.forget_unwanted(self._grads)
 
-    def _update_piece(self, piece: Piece) -> None:
-        """Parameters that have states first, then those that get theirs now: room for either."""
-        targets = {target.home.index: target for target in self.targets}
-        cuts = [cut for cut in piece.cuts if cut.tensor in targets]
-        old = [cut for cut in cuts if _has_states(targets[cut.tensor])]
-        new = [cut for cut in cuts if not _has_states(targets[cut.tensor])]
-        for some, states in ((old, self._states_of(piece)), (new, [])):
-            if some:
-                leased = [self.chunk, self._grads, *states]
-                self._store.lease(leased)
-                try:
-                    parts = [self._part(targets[cut.tensor], piece, cut) for cut in some]
-                    self._update_parts(piece, parts, states)
-                finally:
-                    self._store.release(leased)
-        if new and self._num_states:
+    def _update_batch(self, batch: Batch) -> None:
+        states = self._states_of(batch.piece) if batch.has_states else []
+        leased = [self.chunk, self._grads, *states]
+        self._store.lease(leased)
+        try:
+            parts = [self._part(target, batch.piece, cut) for target, cut in batch.cuts]
+            new_bytes = self._new_state_bytes(parts)
+            self._store.make_room(new_bytes)
+            self._update_parts(batch.piece, parts, states)
+        finally:
+            self._store.release(leased)
+        if new_bytes:
             give_back_free_memory()  # the new states were moved into buffers
 
     def _update_parts(self, piece: Piece, parts: list[Part], states: list[Chunk]) -> None:
         """Run the optimizer on parts whose chunks are leased."""
-        self._store.make_room(self._new_state_bytes(parts))
         if not sabotaged("update.mark"):  # before: an update that raises half-way changed too
             for changed in (self.chunk, *states):
                 self._store.mark_changed(changed)
@@ -263,6 +263,19 @@ class ChunkUpdate:
                     visible[name] = self._states.whole(home, name)
             elif part.is_last:
                 visible[name] = value
+
+
+def _batches(pieces: Sequence[Piece], targets: Sequence[Target]) -> list[Batch]:
+    """Of each piece those that have states first, then those that get theirs: room for either."""
+    target_of = {target.home.index: target for target in targets}
+    batches = []
+    for piece in pieces:
+        cuts = [(target_of[cut.tensor], cut) for cut in piece.cuts if cut.tensor in target_of]
+        for has_states in (True, False):
+            some = [(target, cut) for target, cut in cuts if _has_states(target) is has_states]
+            if some:
+                batches.append(Batch(piece, some, has_states))
+    return batches
 
 
 def count_ahead(recipe: Recipe, targets: Sequence[Target]) -> None:

@@ -70,8 +70,7 @@ class Plan:
     @property
     def disk_bytes(self) -> int:
         """What can be on disk at once when nothing of it is in RAM."""
-        nothing_in_ram = dict.fromkeys(self.placement, True)
-        sizes = self._resting(nothing_in_ram)
+        sizes = self._resting(dict.fromkeys(self.placement, True))
         tags = {"params": "params", "grads": "grads", "optimizer_state": "optimizer state"}
         return sum(sizes[tags[kind]] for kind, tier in self.placement.items() if tier == "disk")
 
