@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class GPTConfig:
     num_heads: int = 12
     vocabulary: int = 50304
     sequence: int = 256
+    checkpointing: bool = False
+    """Whether blocks are recomputed in backward instead of keeping their activations."""
 
 
 class Block(nn.Module):
@@ -48,6 +51,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
+        self.checkpointing = config.checkpointing
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.sequence, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -57,6 +61,6 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -28,7 +28,10 @@ INTERNAL_VARIABLES = (
     "ZEEPO_VERIFY",
     "ZEEPO_TUNING_PREFETCH",
     "ZEEPO_TUNING_PUT_OFF",
+    "ZEEPO_TUNING_ESTIMATE",
     "ZEEPO_TUNING_PIECE_BYTES",
+    "ZEEPO_TUNING_SMALLEST_ACTIVATION_BYTES",
+    "ZEEPO_TUNING_ACTIVATION_WINDOW_BYTES",
 )
 """Variables of zeepo's own commands and tests (engine/tuning.py); not options of `init`."""
 
@@ -353,7 +356,10 @@ def _refuse_unsupported(options: Options, given: Mapping[str, _Given], num_ranks
         "durable": (options.durable, "Use durable=False and save checkpoints yourself"),
         "resume": (options.resume is not None, "Leave resume out"),
         "precision": (options.precision is not None, "Leave precision out and cast the model"),
-        "activations": (options.activations not in ("auto", "ram"), "Use 'auto' or 'ram'"),
+        "activations": (
+            options.activations not in ("auto", "ram", "disk"),
+            "Use 'auto', 'ram' or 'disk'",
+        ),
         "device_memory": (options.device_memory is not None, "Leave device_memory out"),
         "params": (options.params == "device", "Use 'auto', 'ram' or 'disk'"),
         "grads": (options.grads == "device", "Use 'auto', 'ram' or 'disk'"),

@@ -25,6 +25,8 @@ SITES: dict[str, str] = {
     "update.skip": "one chunk's update is skipped",
     "update.late": "an update that was put off is not done when its chunk is used",
     "recipe.copy": "a learning rate kept in a tensor is not copied when a step fixes it",
+    "activation.write": "an activation is changed while it is written",
+    "activation.wait": "backward uses an activation before the read into its buffer is done",
     "zero.keep": "zero_grad leaves the old gradient in its slot",
 }
 

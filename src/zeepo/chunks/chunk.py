@@ -90,6 +90,7 @@ class Chunk:
     def place_in_buffer(self) -> None:
         """Point every present slot at its place in the buffer."""
         assert self.buffer is not None
+        self.buffer.touched()
         shift = 64 if sabotaged("slot.offset") and self.layout.nbytes > 128 else 0
         for index, storage in self.present():
             slot = self.layout.slots[index]
@@ -103,6 +104,7 @@ class Chunk:
     def move_into_buffer(self, index: int, storage: torch.UntypedStorage) -> None:
         """Copy a storage's bytes to their place in the buffer and let go of its own memory."""
         assert self.buffer is not None
+        self.buffer.touched()  # of several slots the first: the others follow at once
         slot = self.layout.slots[index]
         if slot.nbytes:
             place = self.buffer.storage(slot.offset_bytes, slot.nbytes)

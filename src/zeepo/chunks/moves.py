@@ -7,6 +7,7 @@ Who goes is decided by `eviction`, what comes early by `trace`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from zeepo.chunks.accounts import StoreCounters, can_be_made_stale, candidates, no_room_message
@@ -31,12 +32,16 @@ stay until the update is never written at all."""
 class Moves:
     """The chunks of a store and their way between RAM and their home tiers."""
 
-    def __init__(self, pool: BufferPool):
+    def __init__(self, pool: BufferPool, guaranteed_bytes: int = 0):
         self.pool = pool
         self.ledger = pool.ledger
         self.trace = Trace()
         self.counters = StoreCounters()
         self.chunks: dict[int, Chunk] = {}
+        self._guaranteed_bytes = guaranteed_bytes
+        """What may be held whatever the limit is at this moment: one function's needs."""
+        self.relieve: Callable[[int], bool] | None = None
+        """When no chunk can leave: makes room otherwise, and says whether that was of use."""
 
     # -- moving down ------------------------------------------------------------------------------
 
@@ -62,12 +67,33 @@ class Moves:
         victims = choose_victims(
             candidates(self.chunks.values(), self.trace), self.missing_bytes(nbytes)
         )
+        if victims is None and self.relieve is not None and self.relieve(nbytes):
+            return
         if victims is None:
-            raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
+            wanted = align_up(nbytes, PAGE_BYTES)
+            needed = self.ledger.used_bytes - self.pool.idle_bytes + wanted
+            if needed > self._guaranteed_bytes:
+                raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
+            self.ledger.limit_bytes = max(needed, self.ledger.limit_bytes or 0)
+            return
         for key in victims:
             self.start_write(self.chunks[key])
         for key in victims:
             self.evict(self.chunks[key])
+
+    def shrink_to_limit(self) -> None:
+        """The limit fell below what is held: idle buffers go, then chunks, as far as they can."""
+        while (excess := self.ledger.used_bytes - (self.ledger.limit_bytes or 0)) > 0:
+            if self.pool.trim(excess):
+                continue
+            known = candidates(self.chunks.values(), self.trace)
+            victims = choose_victims(known, min(excess, sum(c.nbytes for c in known)))
+            if not victims:
+                return
+            for key in victims:
+                self.start_write(self.chunks[key])
+            for key in victims:
+                self.evict(self.chunks[key])
 
     def start_write(self, chunk: Chunk) -> None:
         self.collect_write(chunk)

@@ -15,6 +15,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -25,18 +26,22 @@ from zeepo.chunks.losses import give_up
 from zeepo.chunks.moves import Moves
 from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
-from zeepo.memory.pool import BufferPool
+from zeepo.memory.budget import RamBudget
+from zeepo.memory.pool import Buffer, BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
+
+LARGE_BYTES = 32 << 20
+"""Above this the C library always asks the system for memory, and gives it back when it is free."""
 
 
 class ChunkStore:
     """Keeps chunks in RAM while they are used and in their home tier otherwise."""
 
-    def __init__(self, pool: BufferPool, *, prefetch: bool = True):
+    def __init__(self, pool: BufferPool, *, prefetch: bool = True, guaranteed_bytes: int = 0):
         self.pool = pool
         self.ledger = pool.ledger
-        self._moves = Moves(pool)
+        self._moves = Moves(pool, guaranteed_bytes)
         self.trace = self._moves.trace
         self.counters = self._moves.counters
         self._prefetch_enabled = prefetch
@@ -44,6 +49,9 @@ class ChunkStore:
         self._owner_pid = os.getpid()
         self._next_key = 0
         self._is_closing = False
+        self.budget: RamBudget | None = None
+        """Moves the ledger's limit; without one the limit stays where it is."""
+        self._moves.relieve = self._relieve
         self.lost: list[tuple[str, Exception]] = []
         """While closing: slots whose bytes could not be brought back, and why."""
 
@@ -60,8 +68,10 @@ class ChunkStore:
     def chunks(self) -> list[Chunk]:
         return list(self._moves.chunks.values())
 
-    def adopt(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
-        """Make `storage`, with the memory it has, the content of a slot."""
+    def adopt(
+        self, chunk: Chunk, index: int, storage: torch.UntypedStorage, *, copy: bool = False
+    ) -> None:
+        """Make `storage`, with the memory it has or in a buffer, the content of a slot."""
         with self.lock:
             self.make_ready([chunk])
             slot = chunk.layout.slots[index]
@@ -74,11 +84,14 @@ class ChunkStore:
                 raise InternalError(f"{chunk.label}: the slot of {slot.name} is taken")
             self.lease([chunk])
             try:
-                self._take_buffer_if_tight(chunk)
+                if copy or self._is_tight(chunk):
+                    self._take_buffer(chunk)
                 if chunk.buffer is not None and not chunk.raw_holds:
                     self._moves.settle(chunk)
                     chunk.move_into_buffer(index, storage)
                 else:
+                    if self.budget is not None:
+                        self.budget.hand_over(slot.nbytes)
                     self._moves.make_ledger_room(slot.nbytes)
                     chunk.own_memory[index] = self.ledger.reserve(chunk.kind.value, slot.nbytes)
                 chunk.storages[index] = storage
@@ -87,18 +100,20 @@ class ChunkStore:
             finally:
                 self.release([chunk])
 
-    def _take_buffer_if_tight(self, chunk: Chunk) -> None:
-        """Once chunks have to leave, copy new content into a buffer, which others can use again.
+    def _is_tight(self, chunk: Chunk) -> bool:
+        """Once chunks have to leave, new content is copied into a buffer, which can be used again.
 
         Memory of its own would be taken from the pool now, mapped again later, and cleared by the
-        system before: that costs more than the copy.
+        system before: that costs more than the copy. Of what is large there is no room for two.
         """
-        nbytes = chunk.layout.nbytes
-        if chunk.home is None or not chunk.is_empty or not self.counters.num_evictions:
+        return bool(self.counters.num_evictions) and chunk.layout.nbytes <= LARGE_BYTES
+
+    def _take_buffer(self, chunk: Chunk) -> None:
+        if chunk.home is None or not chunk.is_empty or chunk.buffer is not None:
             return
         with contextlib.suppress(BudgetError):  # no room for all slots at once: one by one then
-            self._moves.make_buffer_room(nbytes)
-            chunk.buffer = self.pool.acquire(nbytes, chunk.kind.value)
+            self._moves.make_buffer_room(chunk.layout.nbytes)
+            chunk.buffer = self.pool.acquire(chunk.layout.nbytes, chunk.kind.value)
 
     def attach_lower(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
         """Give an empty chunk a slot whose bytes its home tier holds already."""
@@ -128,8 +143,11 @@ class ChunkStore:
                 chunk.lower_version = -1
                 chunk.version = 0
 
-    def free_from_store(self, chunk: Chunk, index: int) -> None:
-        """Let a slot's storage go, with ordinary memory of its own and the current bytes."""
+    def free_from_store(self, chunk: Chunk, index: int, *, in_buffer: bool = False) -> None:
+        """Let a slot's storage go, with memory of its own and the current bytes.
+
+        Ordinary memory; or, without a copy, that of the buffer, which is not the pool's any more.
+        """
         with self.lock:
             storage = chunk.storages[index]
             if storage is None:
@@ -145,7 +163,7 @@ class ChunkStore:
                 self._end_write(chunk)
                 if index in chunk.own_memory:
                     chunk.own_memory.pop(index).release()
-                elif storage.nbytes() and chunk.raw_holds:
+                elif storage.nbytes() and (chunk.raw_holds or in_buffer):
                     chunk.is_buffer_lent = True
                 elif storage.nbytes():
                     ordinary = new_storage(storage.nbytes())
@@ -172,6 +190,7 @@ class ChunkStore:
             for chunk in chunks:
                 chunk.leases += 1
             try:
+                self.look_at_budget()
                 for chunk in chunks:
                     self._moves.start_fetch(chunk)
                 for chunk in chunks:
@@ -182,6 +201,49 @@ class ChunkStore:
             except BaseException:
                 self.release(chunks)
                 raise
+
+    def look_at_budget(self) -> None:
+        """Follow the process's growth; chunks leave when torch has taken their room."""
+        if self.budget is None or self._is_closing:
+            return
+        with self.lock:
+            self.budget.look()
+            if self.ledger.used_bytes > (self.ledger.limit_bytes or 0):
+                self._moves.shrink_to_limit()
+
+    def _relieve(self, nbytes: int) -> bool:
+        """No chunk can leave: saved activations may."""
+        if self.budget is None or self.budget.spill is None or self._is_closing:
+            return False
+        is_freed = self.budget.spill(nbytes) > 0
+        self.budget.look()
+        return is_freed
+
+    def expect(self, nbytes: int) -> None:
+        """Torch is about to take `nbytes` (a gradient): make room as far as that is possible."""
+        with self.lock:
+            self.look_at_budget()
+            if self.budget is not None and not self._is_closing:
+                self.budget.expect(nbytes)
+                with contextlib.suppress(BudgetError):
+                    self._moves.make_ledger_room(nbytes)
+
+    def movable_bytes(self) -> int:
+        """What could leave RAM now."""
+        chunks = self._moves.chunks.values()
+        movable = [c.resident_bytes for c in chunks if c.home is not None and not c.leases]
+        return sum(movable) + self.pool.idle_bytes
+
+    def take_buffer(self, nbytes: int, tag: str) -> Buffer:
+        """A buffer for somebody else's bytes; chunks leave for it."""
+        with self.lock:
+            self.look_at_budget()
+            self._moves.make_buffer_room(nbytes)
+            return self.pool.acquire(nbytes, tag)
+
+    def wait(self, future: Future[None]) -> None:
+        """Wait for a transfer of somebody else's, and count the time."""
+        self._moves.wait(future)
 
     def has_leases(self) -> bool:
         """Whether somebody holds a lease for long: an address in use, a gathered block."""

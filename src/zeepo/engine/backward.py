@@ -24,9 +24,12 @@ from torch import Tensor
 
 from zeepo.chunks.storages import address
 from zeepo.chunks.store import Chunk, ChunkStore
+from zeepo.engine.managed import storage_of
+from zeepo.engine.saved import Handle
 from zeepo.sabotage import sabotaged
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
+WORTH_EXPECTING_BYTES = 4 << 20
 _saved_attributes: dict[type, tuple[str, ...]] = {}
 
 
@@ -39,10 +42,21 @@ class NodeLeases:
         self._held: list[tuple[int, _NodeLease]] = []
         """With the thread whose backward holds it."""
 
-    def attach(self, node: Any, chunks: Sequence[Chunk]) -> None:
-        lease = _NodeLease(self, tuple(chunks))
+    def attach(self, node: Any, chunks: Sequence[Chunk], coming_bytes: int = 0) -> _NodeLease:
+        lease = _NodeLease(self, tuple(chunks), coming_bytes)
         node.register_prehook(lease.before)
         node.register_hook(lease.after)
+        return lease
+
+    def attach_to_running(self, chunks: Sequence[Chunk]) -> None:
+        """Lease for the node that is running, if it is one written in Python, from now on.
+
+        What such a node saved is seen only here when somebody has packed it: calling the function
+        is not a function of torch's, so nothing was attached in forward.
+        """
+        node: Any = torch._C._current_autograd_node()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            self.enter(self.attach(node, chunks))
 
     def attach_to_new(
         self, tensors: Iterable[Tensor], first_node: int, touched: Sequence[Chunk]
@@ -50,13 +64,16 @@ class NodeLeases:
         """Lease for every node made since `first_node` behind `tensors` that needs it."""
         for node in new_nodes(tensors, first_node):
             saved = chunks_saved_by(node, self._by_storage, touched)
-            if saved:
-                self.attach(node, saved)
+            coming_bytes = large_gradient_bytes(node)
+            if saved or coming_bytes:
+                self.attach(node, saved, coming_bytes)
 
     def enter(self, lease: _NodeLease) -> None:
         self._store.lease(lease.chunks)
         self._held.append((get_ident(), lease))
         lease.first_node = torch._C._autograd._get_sequence_nr()
+        if lease.coming_bytes:
+            self._store.expect(lease.coming_bytes)
         if sabotaged("backward.lease"):
             for chunk in lease.chunks:
                 for _, storage in chunk.present():
@@ -85,9 +102,11 @@ class NodeLeases:
 
 
 class _NodeLease:
-    def __init__(self, leases: NodeLeases, chunks: tuple[Chunk, ...]):
+    def __init__(self, leases: NodeLeases, chunks: tuple[Chunk, ...], coming_bytes: int):
         self.leases = leases
         self.chunks = chunks
+        self.coming_bytes = coming_bytes
+        """The size of the gradients the node will make of parameters, where that is much."""
         self.first_node = 0
 
     def before(self, grads: Any) -> None:
@@ -124,6 +143,16 @@ def new_nodes(tensors: Iterable[Tensor], first_sequence: int) -> list[Any]:
     return found
 
 
+def large_gradient_bytes(node: Any) -> int:
+    """What a node will make for parameters, which torch allocates before we can take it over."""
+    nbytes = 0
+    for parent, _ in node.next_functions:
+        if parent is not None and parent.name() == _ACCUMULATE:
+            variable = parent.variable
+            nbytes += variable.numel() * variable.element_size()
+    return nbytes if nbytes >= WORTH_EXPECTING_BYTES else 0
+
+
 def chunks_saved_by(
     node: Any, by_storage: Mapping[int, Chunk], touched: Sequence[Chunk]
 ) -> list[Chunk]:
@@ -141,9 +170,9 @@ def chunks_saved_by(
             data = getattr(item, "data", None)
             if isinstance(data, Tensor):
                 if data.layout is torch.strided:
-                    chunk = by_storage.get(address(data.untyped_storage()))
+                    chunk = by_storage.get(address(storage_of(data)))
                     if chunk is not None:
                         found[chunk.key] = chunk
-            elif data is not None:
+            elif data is not None and not isinstance(data, Handle):
                 return list(touched)
     return list(found.values())

@@ -77,6 +77,11 @@ class LazyManager(Manager):
         if not self._is_limit_stated and (ledger.limit_bytes or 0) < least:
             ledger.limit_bytes = least
 
+    @property
+    def held_bytes(self) -> int:
+        """What it takes in RAM now."""
+        return self.store.ledger.used_bytes
+
     # -- handing over to a session ----------------------------------------------------------------
 
     def evict_all(self) -> None:
@@ -87,7 +92,7 @@ class LazyManager(Manager):
         self._pool.trim()
 
     def hand_over(self, parameter: nn.Parameter) -> Home:
-        """The parameter's home, with its bytes in ordinary memory, for another manager."""
+        """The parameter's home, with its bytes in memory of its own, for another manager."""
         home = super().hand_over(parameter)
         self._pool.trim()
         return home

@@ -71,13 +71,15 @@ class Manager:
 
     def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> Home:
         home = home_of(p)
-        if home is not None and home.manager is not None:  # built inside zeepo.lazy
+        is_lazy = home is not None and home.manager is not None  # built inside zeepo.lazy
+        if home is not None and home.manager is not None:
+            self.store.expect(p.numel() * p.element_size())
             home = home.manager.hand_over(p)
         with plain_torch():
             if not fills_storage(p):
                 p.data = p.data.clone(memory_format=torch.preserve_format)
             storage = p.untyped_storage()
-            self.store.adopt(chunk, index, storage)
+            self.store.adopt(chunk, index, storage, copy=is_lazy)
             if home is None:
                 home = Home(self, chunk, index, name, p.detach())
         home.manager, home.chunk, home.index, home.name = self, chunk, index, name
@@ -101,6 +103,17 @@ class Manager:
 
     def home(self, parameter: Tensor) -> Home | None:
         return self.homes.get(id(parameter))
+
+    def parameter_home(self, storage: torch.UntypedStorage) -> Home | None:
+        """The home of the parameter whose bytes a storage holds."""
+        chunk = self.by_storage.get(address(storage))
+        if chunk is None:
+            return None
+        for home in self.slots.get(chunk.key, ()):
+            own = chunk.storages[home.index]
+            if own is not None and address(own) == address(storage):
+                return home
+        return None
 
     def grad_chunk(self, home: Home) -> Chunk:
         """The GRAD chunk with the same slots as a parameter's PARAM chunk."""
@@ -231,6 +244,10 @@ class Manager:
             home.chunk.raw_holds += 1
             self._until_step.append(home.chunk)
 
+    def lease_for_running_function(self, home: Home) -> None:
+        """Called while backward runs a user's autograd.Function: lease until it is done."""
+        self.node_leases.attach_to_running([home.chunk])
+
     @staticmethod
     def _refuse_raw_access_in_pieces(home: Home) -> None:
         if isinstance(home.chunk.home, PartsTier):
@@ -306,7 +323,7 @@ class Manager:
         self.by_storage.clear()
 
     def hand_over(self, parameter: nn.Parameter) -> Home:
-        """Let one parameter go, with its bytes in ordinary memory. Its views stay managed: they
+        """Let one parameter go, with its bytes in memory of its own. Its views stay managed: they
         belong to whoever the home belongs to next."""
         home = self.homes.pop(id(parameter))
         handle = self._hook_handles.pop(id(parameter), None)
@@ -314,7 +331,7 @@ class Manager:
             handle.remove()
         storage = home.chunk.storages[home.index]
         assert storage is not None
-        self.store.free_from_store(home.chunk, home.index)
+        self.store.free_from_store(home.chunk, home.index, in_buffer=True)
         del self.by_storage[address(storage)]
         grad, home.grad = home.grad, None
         if grad is not None:

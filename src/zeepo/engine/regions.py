@@ -8,15 +8,17 @@ made get their leases when it returns.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeepo.chunks.store import Chunk
+from zeepo.engine.activations import Activations
 from zeepo.engine.entrances import watch_entrances
 from zeepo.engine.managed import ManagedParameter, plain_torch
 from zeepo.engine.manager import Manager
@@ -68,8 +70,15 @@ class Region:
 class Regions:
     """Region hooks of a session."""
 
-    def __init__(self, manager: Manager):
+    def __init__(
+        self,
+        manager: Manager,
+        activations: Activations | None,
+        before_compiled: Callable[[], None],
+    ):
         self._manager = manager
+        self._activations = activations
+        self._before_compiled = before_compiled
         self._undo: list[Any] = []
 
     def install(self, models: Sequence[nn.Module]) -> None:
@@ -119,10 +128,14 @@ class Regions:
     def _run_compiled(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
+        self._before_compiled()
         region = Region(self._manager, module.parameters())
         result: Any = ()
+        # The same graph as without zeepo: the compiler looks at saved-tensor hooks.
+        paused = self._activations.paused() if self._activations else contextlib.nullcontext()
         try:
-            result = call(*args, **kwargs)
+            with paused:
+                result = call(*args, **kwargs)
         finally:
             region.leave(result)
         return result

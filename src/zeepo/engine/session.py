@@ -14,41 +14,44 @@ from torch.optim import Optimizer
 from zeepo.chunks.losses import loss_message
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.config import Options
+from zeepo.engine.activations import Activations
 from zeepo.engine.adoption import (
+    bytes_of_model,
     find_aliases,
     loose_parameters,
     make_leftovers_ordinary,
+    plan_for_batch,
     plan_session,
+    refuse_too_little,
     refuse_unmanageable,
     split_by_trainable,
 )
+from zeepo.engine.estimate import FirstForward
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager
-from zeepo.engine.regions import Regions
+from zeepo.engine.regions import Regions, is_compiled
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
 from zeepo.engine.tuning import tuning
 from zeepo.errors import (
-    BudgetError,
     ConfigError,
     CorruptionError,
     DiskError,
     SessionError,
     UnsupportedError,
 )
+from zeepo.memory.budget import RamBudget
 from zeepo.memory.disk_tier import DiskTier
-from zeepo.memory.heap import HeapKeeper, give_back_free_memory
+from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.planner.machine import resident_growth_bytes
-from zeepo.planner.plan import Plan
+from zeepo.planner.plan import TORCH_GROWTH_BYTES, Plan
 from zeepo.planner.units import Unit, find_units
 from zeepo.units import enough_bytes, format_bytes
-
-NO_DISK_HINT = ' Give disk="/a/folder": what does not fit can then rest there.'
 
 
 class Session:
@@ -76,35 +79,84 @@ class Session:
         refuse_unmanageable(self._models, self._optimizers)
         units = self._find_units()
         self.plan = plan_session(self._models, self._optimizers, units, options)
-        if self.plan.ram < self.plan.minimum_ram:
-            raise BudgetError(
-                f"ram={format_bytes(self.plan.ram)} is too little by "
-                f"{format_bytes(self.plan.minimum_ram - self.plan.ram)}: this session needs "
-                f'ram="{enough_bytes(self.plan.minimum_ram)}" ({self.plan.minimum_ram} bytes).'
-                f"{'' if options.disk else NO_DISK_HINT}\n{self.plan.explain()}"
-            )
+        refuse_too_little(self.plan, has_disk=bool(options.disk))
         self._check_disk_limit(options)
-        self._heap = HeapKeeper(self.plan.ram, resident_growth_bytes)
+        self._excluded_bytes = self._find_excluded_bytes()
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
         self._disk: DiskTier | None = None
         if options.disk and "disk" in self.plan.placement.values():
             self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
-        self._store = ChunkStore(self._pool, prefetch=tuning().prefetch)
+        self._store = ChunkStore(
+            self._pool,
+            prefetch=tuning().prefetch,
+            guaranteed_bytes=self.plan.guaranteed_bytes,
+        )
         self._manager = Manager(self._store, self._home_tiers())
+        if self._disk is not None:
+            self._store.budget = RamBudget(
+                self._pool,
+                self.plan.ram,
+                self.plan.reserve,
+                self._growth_bytes,
+                self._store.movable_bytes,
+            )
         self._num_late_units = 0
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
-        self._regions = Regions(self._manager)
+        self._first_forward: FirstForward | None = None
+        self._activations = self._make_activations(options)
+        if self._store.budget is not None and self._activations is not None:
+            self._store.budget.spill = self._activations.spill
+        self._regions = Regions(self._manager, self._activations, self._stop_watching)
         try:
             self._adopt_units(units)
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
             self._regions.install(self._models)
+            if self._activations is not None:
+                self._activations.install()
+            if tuning().estimate and not any(map(is_compiled, self._all_modules())):
+                self._first_forward = FirstForward(self._models, self._plan_for_batch)
         except BaseException:
             with contextlib.suppress(CorruptionError):  # the first error is the one to tell
                 self._give_everything_back()
             raise
+
+    def _stop_watching(self) -> None:
+        """A compiler looks at how modules are called: nothing of ours may be there."""
+        if self._first_forward is not None:
+            self._first_forward.stop()
+
+    def _all_modules(self) -> list[nn.Module]:
+        return [module for model in self._models for module in model.modules()]
+
+    def _plan_for_batch(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the first forward: find out what it will need, and refuse what cannot be."""
+        self.plan = plan_for_batch(self.plan, self._manager, model, args, kwargs)
+        refuse_too_little(self.plan, has_disk=self._disk is not None)
+
+    def _make_activations(self, options: Options) -> Activations | None:
+        if self._disk is None or options.activations not in ("auto", "disk"):
+            return None
+        return Activations(
+            self._manager,
+            self._disk,
+            tuning(),
+            is_eager=options.activations == "disk",
+        )
+
+    def _find_excluded_bytes(self) -> int:
+        """What the process held before the session, beside the model, and `ram` has no room for.
+
+        Counted as far as it fits: a budget that could not be met by any means would be of no use.
+        """
+        held = resident_growth_bytes() - bytes_of_model(self._models, self._optimizers)
+        beside_torch = held - TORCH_GROWTH_BYTES
+        return max(0, beside_torch + self.plan.minimum_ram - self.plan.ram)
+
+    def _growth_bytes(self) -> int:
+        return resident_growth_bytes() - self._excluded_bytes
 
     def _check_disk_limit(self, options: Options) -> None:
         """Refuse now what would fail in the middle of the first steps."""
@@ -173,7 +225,8 @@ class Session:
         self._manager.end_raw_leases()
         self._store.trace.end_step()
         self._store.read_ahead()
-        self._heap.check()
+        if self._store.budget is not None:
+            self._store.budget.end_step()
 
     # -- what the user asks -----------------------------------------------------------------------
 
@@ -257,7 +310,11 @@ class Session:
         with self._interrupts.held():
             try:
                 self._store.begin_closing()
+                self._stop_watching()
                 self._regions.remove()
+                if self._activations is not None:
+                    self._activations.remove()
+                    self._activations.bring_back()
                 self._manager.node_leases.forget_all()
                 for step in self._steps:
                     step.finish_or_give_up()
@@ -274,6 +331,8 @@ class Session:
         for interception in self._interceptions:
             interception.remove()
         self._regions.remove()
+        if self._activations is not None:
+            self._activations.remove()
         self._manager.abandon()
         if self._disk is not None:
             self._disk.close()

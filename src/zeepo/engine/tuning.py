@@ -23,6 +23,12 @@ class Tuning:
     """Largest part of a parameter that is updated at once."""
     put_off: bool = True
     """Updates wait until their chunk is used, so that the next forward hides them."""
+    smallest_activation_bytes: int = 64 << 10
+    """Smaller ones stay in RAM: moving them would cost more than it frees."""
+    activation_window_bytes: int = 32 << 20
+    """How many bytes of activations stay, are being written, and are read ahead (mode "disk")."""
+    estimate: bool = True
+    """Before the first step the model runs on shapes, in a child, to tell what it will need."""
     least_ram: bool = False
     """A session whose ram is not stated gets the least its plan accepts, so that all moves."""
 
@@ -30,8 +36,15 @@ class Tuning:
 def _from_environment() -> Tuning:
     return Tuning(
         prefetch=os.environ.get("ZEEPO_TUNING_PREFETCH", "1") != "0",
+        estimate=os.environ.get("ZEEPO_TUNING_ESTIMATE", "1") != "0",
         put_off=os.environ.get("ZEEPO_TUNING_PUT_OFF", "1") != "0",
         piece_bytes=int(os.environ.get("ZEEPO_TUNING_PIECE_BYTES", str(32 << 20))),
+        smallest_activation_bytes=int(
+            os.environ.get("ZEEPO_TUNING_SMALLEST_ACTIVATION_BYTES", str(64 << 10))
+        ),
+        activation_window_bytes=int(
+            os.environ.get("ZEEPO_TUNING_ACTIVATION_WINDOW_BYTES", str(32 << 20))
+        ),
     )
 
 

@@ -5,10 +5,23 @@ buffers, or a model left for the disk, that would count twice against the budget
 """
 
 import ctypes
-from collections.abc import Callable
 
-_FIRST_SLACK_BYTES = 64 << 20
-_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_LIBC = ctypes.CDLL(None)
+_TRIM = getattr(_LIBC, "malloc_trim", None)
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`: ten sizes, of which we read the free bytes."""
+
+    _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(8)] + [
+        ("free_bytes", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+_INFO = getattr(_LIBC, "mallinfo2", None)
+if _INFO is not None:
+    _INFO.restype = _MallInfo
 
 
 def give_back_free_memory() -> None:
@@ -17,24 +30,6 @@ def give_back_free_memory() -> None:
         _TRIM(0)
 
 
-class HeapKeeper:
-    """Gives free memory back when the process is larger than it may be.
-
-    Where that does not help (the memory is in use, by whoever it is) it is tried ever more seldom:
-    pages given back have to be cleared again when they are next needed.
-    """
-
-    def __init__(self, limit_bytes: int, resident_bytes: Callable[[], int]) -> None:
-        self._limit_bytes = limit_bytes
-        self._resident_bytes = resident_bytes
-        self._threshold_bytes = limit_bytes
-        self._slack_bytes = _FIRST_SLACK_BYTES
-
-    def check(self) -> None:
-        if self._resident_bytes() <= self._threshold_bytes:
-            return
-        give_back_free_memory()
-        left_bytes = self._resident_bytes()
-        if left_bytes > self._limit_bytes:
-            self._threshold_bytes = left_bytes + self._slack_bytes
-            self._slack_bytes *= 2
+def free_heap_bytes() -> int:
+    """What the heap holds and nobody uses, given back already or not; 0 where it cannot be told."""
+    return int(_INFO().free_bytes) if _INFO is not None else 0

@@ -24,13 +24,15 @@ _MINIMUM_FILL = 1 / 1.25
 class Buffer:
     """A holder's handle on page-aligned memory (2 MiB-aligned huge pages from 2 MiB on)."""
 
-    __slots__ = ("_mapping", "_pool", "_reservation", "capacity_bytes")
+    __slots__ = ("_mapping", "_pool", "_reservation", "capacity_bytes", "fresh_bytes")
 
     def __init__(self, pool: "BufferPool", mapping: Mapping, reservation: Reservation) -> None:
         self._pool = pool
         self._mapping: Mapping | None = mapping
         self._reservation = reservation
         self.capacity_bytes = mapping.nbytes
+        self.fresh_bytes = 0
+        """Bytes that nobody has touched yet: in the ledger, not yet taken from the system."""
 
     @property
     def memory(self) -> memoryview:
@@ -65,12 +67,17 @@ class Buffer:
             return torch.empty(0, dtype=torch.uint8).untyped_storage()
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
+    def touched(self) -> None:
+        """The buffer was filled: its pages are taken from the system now."""
+        self._pool._forget_fresh(self)
+
     def release(self) -> None:
         """Give the buffer back to the pool; a second call does nothing."""
         self._pool._take_back(self)
 
     def give_away(self) -> None:
         """Let the memory go to whoever still points at it: not counted and not reused any more."""
+        self.touched()
         self._mapping = None
         self._reservation.release()
 
@@ -88,6 +95,8 @@ class BufferPool:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.num_reuses = 0
+        self.fresh_bytes = 0
+        """Of all buffers together."""
         self._lock = threading.Lock()
         # Idle mappings, the longest idle first, by an arbitrary key.
         self._idle: OrderedDict[int, tuple[Mapping, Reservation]] = OrderedDict()
@@ -128,12 +137,15 @@ class BufferPool:
             except OSError:
                 reservation.release()
                 raise
-            self._move_pages(givers, mapping)
-            return Buffer(self, mapping, reservation)
+            buffer = Buffer(self, mapping, reservation)
+            buffer.fresh_bytes = capacity_bytes - self._move_pages(givers, mapping)
+            self.fresh_bytes += buffer.fresh_bytes
+            return buffer
 
-    def _move_pages(self, givers: list[Mapping], mapping: Mapping) -> None:
+    def _move_pages(self, givers: list[Mapping], mapping: Mapping) -> int:
         """Fill a new mapping with the pages of dropped ones; what is left over stays in the pool.
 
+        Returns how many bytes of the new mapping have pages.
         The new pages are untouched before, so memory never holds more than the ledger says.
         """
         filled_bytes = 0
@@ -146,6 +158,7 @@ class BufferPool:
                 rest = Mapping(rest_bytes)
                 rest.take_pages(0, giver, taken_bytes)
                 self._keep_idle(rest, self.ledger.reserve(IDLE_TAG, rest_bytes))
+        return filled_bytes
 
     def trim(self, nbytes: int | None = None) -> int:
         """Unmap `nbytes` or more of idle buffers (default all), longest idle first; bytes freed."""
@@ -174,7 +187,13 @@ class BufferPool:
             reservation.release()
         return dropped
 
+    def _forget_fresh(self, buffer: Buffer) -> None:
+        with self._lock:
+            self.fresh_bytes -= buffer.fresh_bytes
+            buffer.fresh_bytes = 0
+
     def _take_back(self, buffer: Buffer) -> None:
+        self._forget_fresh(buffer)
         with self._lock:
             mapping, buffer._mapping = buffer._mapping, None
             if mapping is None:

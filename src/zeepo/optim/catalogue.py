@@ -59,6 +59,10 @@ def grain_of(optimizer: Optimizer) -> Grain:
     return Grain.PARAMETER if name in _BY_PARAMETER else Grain.WHOLE
 
 
+_NUM_TEMPORARIES = 2
+"""Of the unfused paths: for instance Adam's denominator and the step it divides."""
+
+
 def num_states_of(optimizer: Optimizer) -> int:
     """How many tensors of the parameter's size the optimizer keeps for each parameter."""
     name = _torch_name(optimizer) or ""
@@ -71,3 +75,9 @@ def num_states_of(optimizer: Optimizer) -> int:
     if name == "RMSprop" and any(group.get("centered") for group in groups):
         states += 1
     return states
+
+
+def num_temporaries_of(optimizer: Optimizer) -> int:
+    """How many tensors of a piece's size the optimizer makes and drops while it updates."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return 0 if is_fused else _NUM_TEMPORARIES

@@ -1,9 +1,9 @@
 """The plan: what must be in RAM at once, what stays there, and the least budget that works. Pure.
 
-The least budget has two parts. The managed part is the ledger's: the largest working set of one
-function (its chunks), of a backward node that recomputes others, and of one piece of an update.
-The reserve is what torch itself needs beside it; until activations are measured it is an estimate
-without them.
+The least budget is the sum, at the worst moment of a step, of three things: what torch itself takes
+(its lazily loaded parts), what rests in RAM, and the working set of that moment. Before the first
+batch is seen the working set is a lower bound made of the largest unit; with a batch, a run on
+shapes ([footprint]) tells the real one, and the plan is made anew.
 """
 
 from __future__ import annotations
@@ -16,6 +16,28 @@ from zeepo.units import MiB, format_bytes
 PAGE_BYTES = 4096
 TORCH_GROWTH_BYTES = 96 * MiB
 """What torch's lazily loaded parts take after import (measured: 84 MiB for the first optimizer)."""
+ACTIVATION_BYTES = 16 * MiB
+"""For activations and temporaries as long as no batch was seen, and never less."""
+LARGE_BYTES = 32 * MiB
+"""Gradients up to this size are copied into buffers: for a moment they are there twice."""
+IN_MOTION_BYTES = 20 * MiB
+"""Activations on their way to and from disk."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one forward and backward needs beside what rests in RAM, bytes."""
+
+    peak_bytes: int
+    """At the worst moment: chunks that are leased and what torch holds."""
+    leased_bytes: int
+    """Of that: chunks."""
+    torch_bytes: int
+    """Of that: activations, temporaries, gradients that are being made."""
+    saved_bytes: int
+    """What autograd saves for backward, all of it."""
+    moment: str
+    """The function and the parameters of the worst moment."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +64,49 @@ class Plan:
     piece_bytes: int
     region_bytes: int = 0
     """Largest module that has to be whole while it runs (compiled, or a fast path of torch's)."""
+    num_temporaries: int = 0
+    """Tensors of a piece's size that the optimizer makes and drops while it updates."""
+    activations: str = "ram"
+    """Where what autograd saves may go: "ram", "disk" or "recompute"."""
+    footprint: Footprint | None = None
+    """What a forward and backward needs, once a batch was seen."""
+    unknown_because: str = ""
+    """Why the footprint could not be told, if that was tried."""
 
     @property
     def num_units(self) -> int:
         return len(self.units)
 
     @property
-    def managed_minimum(self) -> int:
+    def minimum_ram(self) -> int:
+        """The least `ram` with which this session runs, bytes."""
         return sum(self.items().values())
 
     @property
     def reserve(self) -> int:
-        """Left to torch: its own growth, and the largest gradient before it is taken over."""
-        largest = max((u.param_bytes for u in self.units), default=0)
-        return TORCH_GROWTH_BYTES + largest
-
-    @property
-    def minimum_ram(self) -> int:
-        """The least `ram` with which this session runs, bytes."""
-        return self.reserve + self.managed_minimum
+        """Never the ledger's: torch's own growth and the least for activations."""
+        return TORCH_GROWTH_BYTES + ACTIVATION_BYTES
 
     @property
     def managed_bytes(self) -> int:
-        """What the ledger may hold under the budget in force."""
+        """The most the ledger may hold under the budget in force."""
         return self.ram - self.reserve
+
+    @property
+    def guaranteed_bytes(self) -> int:
+        """What the ledger may always hold: enough for whatever a single function can ask for.
+
+        A node's chunk, one that it recomputes and a gradient; or a chunk's update. Rarely needed at
+        a moment when activations are many, so not part of the least budget.
+        """
+        in_ram = self._in_ram()
+        resting = sum(self._resting(in_ram).values())
+        params = sorted((_page(u.param_bytes) for u in self.units), reverse=True)
+        working = max(sum(params[:2]), _page(self.region_bytes))
+        computing = (0 if in_ram["params"] else working) + (0 if in_ram["grads"] else params[0])
+        updating = sum(self._updating(in_ram).values())
+        staging = 0 if all(in_ram.values()) else self.staging_bytes
+        return resting + max(computing, updating) + staging if params else staging
 
     @property
     def disk_bytes(self) -> int:
@@ -75,16 +116,29 @@ class Plan:
         return sum(sizes[tags[kind]] for kind, tier in self.placement.items() if tier == "disk")
 
     def items(self) -> dict[str, int]:
-        """The bill of the managed part: what must be in RAM at the worst moment, by tag."""
-        in_ram = {kind: where == "ram" for kind, where in self.placement.items()}
+        """The bill: what must be in RAM at the worst moment, by tag."""
+        in_ram = self._in_ram()
         resting = self._resting(in_ram)
-        computing = self._computing(in_ram)
-        updating = self._updating(in_ram)
-        busiest = max((computing, updating), key=lambda item: sum(item.values()))
-        items = {tag: resting.get(tag, 0) + busiest.get(tag, 0) for tag in resting | busiest}
+        busiest = self._busiest(in_ram)
+        items = {"torch itself": TORCH_GROWTH_BYTES}
+        items |= {tag: resting.get(tag, 0) + busiest.get(tag, 0) for tag in resting | busiest}
         if not all(in_ram.values()):
             items["staging"] = self.staging_bytes
         return items
+
+    def moment(self) -> str:
+        """When the worst moment is."""
+        in_ram = self._in_ram()
+        if self._busiest(in_ram) == self._updating(in_ram):
+            return "the update of the largest unit"
+        return self.footprint.moment if self.footprint else "backward of the largest unit"
+
+    def _in_ram(self) -> dict[str, bool]:
+        return {kind: where == "ram" for kind, where in self.placement.items()}
+
+    def _busiest(self, in_ram: dict[str, bool]) -> dict[str, int]:
+        computing, updating = self._computing(in_ram), self._updating(in_ram)
+        return max((computing, updating), key=lambda items: sum(items.values()))
 
     def _resting(self, in_ram: dict[str, bool]) -> dict[str, int]:
         """What is kept in RAM all the time."""
@@ -97,28 +151,43 @@ class Plan:
         }
 
     def _computing(self, in_ram: dict[str, bool]) -> dict[str, int]:
-        """Forward and backward: a node's chunk, one that it recomputes, and a gradient.
+        """Forward and backward: a function's chunks, a gradient that is being made, activations.
 
         Frozen units count as if they trained: they may be unfrozen later.
         """
-        params = sorted((_page(u.param_bytes) for u in self.units), reverse=True)
-        grads = max((_page(u.param_bytes) for u in self.units), default=0)
-        working = max(sum(params[:2]), _page(self.region_bytes))
-        return {
-            "params": 0 if in_ram["params"] else working,
-            "grads": 0 if in_ram["grads"] else grads,
+        largest = max((_page(u.param_bytes) for u in self.units), default=0)
+        copies = 2 if largest <= LARGE_BYTES else 1
+        items = {
+            "params": 0 if in_ram["params"] else max(largest, _page(self.region_bytes)),
+            "grads": 0 if in_ram["grads"] else largest * copies,
+            "activations": ACTIVATION_BYTES,
         }
+        if self.footprint is not None:
+            moving = self.footprint.saved_bytes if self.activations == "disk" else 0
+            in_motion = min(IN_MOTION_BYTES, moving)
+            real = {
+                "params": self.footprint.leased_bytes,
+                "grads": 0,
+                "activations": self.footprint.torch_bytes + in_motion,
+            }
+            items = max((items, real), key=lambda item: sum(item.values()))
+        return items
 
     def _updating(self, in_ram: dict[str, bool]) -> dict[str, int]:
-        """The step: one chunk's parameters and gradients, and a piece of its states."""
+        """The step: one chunk's parameters and gradients, and a piece of its states.
+
+        The first step makes the states, which are there twice until they are in their slots.
+        """
         largest: dict[str, int] = {}
         for unit in self.units:
             grads = _page(unit.param_bytes)
             piece = min(grads, _page(self.piece_bytes))
+            new = piece * self.num_states
             items = {
                 "params": 0 if in_ram["params"] else _page(unit.param_bytes),
                 "grads": 0 if in_ram["grads"] else grads,
-                "optimizer state": 0 if in_ram["optimizer_state"] else piece * self.num_states,
+                "optimizer state": new if in_ram["optimizer_state"] else 2 * new,
+                "activations": piece * self.num_temporaries,
             }
             largest = max(largest, items, key=lambda item: sum(item.values()))
         return largest
@@ -128,14 +197,25 @@ class Plan:
         lines = [f"{self.num_units} units, budget {format_bytes(self.ram)}"]
         for kind, where in self.placement.items():
             lines.append(f"  {kind:<16} rest {'on' if where == 'disk' else 'in'} {where}")
-        lines.append(f"least ram: {format_bytes(self.minimum_ram)}, needed at the same time:")
-        lines.append(f"  {'reserve for torch':<24} {format_bytes(self.reserve):>12}")
+        lines.append(f"  {'activations':<16} {self._explain_activations()}")
+        lines.append(f"least ram: {format_bytes(self.minimum_ram)}, needed at the same time,")
+        lines.append(f"in {self.moment()}:")
         for tag, nbytes in self.items().items():
-            lines.append(f"  {tag:<24} {format_bytes(nbytes):>12}")
+            if nbytes:
+                lines.append(f"  {tag:<24} {format_bytes(nbytes):>12}")
         lines.append("largest units")
         for unit in sorted(self.units, key=lambda u: -u.param_bytes)[:5]:
             lines.append(f"  {unit.name:<24} {format_bytes(unit.param_bytes):>12}")
         return "\n".join(lines)
+
+    def _explain_activations(self) -> str:
+        where = {"disk": "go to disk when RAM is short", "recompute": "are computed again"}
+        text = where.get(self.activations, "stay in ram")
+        if self.footprint is not None:
+            return f"{text}; {format_bytes(self.footprint.saved_bytes)} with this batch"
+        if self.unknown_because:
+            return f"{text}; how many cannot be told beforehand ({self.unknown_because})"
+        return f"{text}; how many is told by the first batch"
 
 
 def _page(nbytes: int) -> int:

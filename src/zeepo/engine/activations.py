@@ -1,0 +1,337 @@
+"""What autograd saves for backward: kept in RAM, or sent to disk and brought back in time.
+
+A pair of torch's saved-tensor hooks sees everything a node saves, from `init` to `close`; nothing
+of the model is touched. Inside activation checkpointing the innermost pair wins, so what is going
+to be recomputed is never sent anywhere.
+
+[Note: saved tensors]
+What is saved is kept by storage: one `Saved` for all tensors over it, with an alias that keeps the
+memory. Sending one down means writing its bytes, whole, to the disk tier and letting the alias go;
+the memory is free when forward has let go of it too. Backward asks for the most recent first, so
+the oldest go first, and while one is read back those saved just before it are read ahead. Values
+are the same bytes whichever way they went.
+
+In mode "disk" everything goes as soon as a small window is full; in mode "auto" only when the
+budget asks for it (`spill`), the oldest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeepo.chunks.storages import address, memory_of, num_users
+from zeepo.engine.managed import Home, home_of, mark_managed
+from zeepo.engine.manager import Manager
+from zeepo.engine.saved import Ended, Handle, Saved
+from zeepo.engine.tuning import Tuning
+from zeepo.errors import DiskError
+from zeepo.memory.pool import Buffer
+from zeepo.memory.tier import Tier
+from zeepo.sabotage import sabotaged
+
+LOOK_EVERY_BYTES = 4 << 20
+"""How much is saved between two looks at the budget."""
+SPILL_BYTES = 16 << 20
+"""The least that is sent down at once when the budget asks."""
+TAG = "activations"
+"""Of the ledger: what was read back."""
+
+
+class Activations:
+    """The saved tensors of a session."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        tier: Tier,
+        tuning: Tuning,
+        *,
+        is_eager: bool,
+    ):
+        self._manager = manager
+        self._store = manager.store
+        self._tier = tier
+        self._smallest_bytes = tuning.smallest_activation_bytes
+        self._window_bytes = tuning.activation_window_bytes
+        self._is_eager = is_eager
+        """Mode "disk"; otherwise "auto"."""
+        self._by_address: dict[int, weakref.ref[Saved]] = {}
+        """Storage -> what is kept of it, while it is in RAM."""
+        self._in_ram: dict[int, weakref.ref[Saved]] = {}
+        """By number: the oldest, which backward needs last, come first."""
+        self._on_disk: dict[int, weakref.ref[Saved]] = {}
+        self._being_written: deque[tuple[Future[None], Tensor, weakref.ref[Saved]]] = deque()
+        self._in_ram_bytes = 0
+        self._next_number = 0
+        self._unseen_bytes = 0
+        self._ended: deque[Ended] = deque()
+        self._free_buffers: deque[Buffer] = deque()
+        self._is_installed = False
+        self._undo_disable: Any = None
+        self.num_spilled = 0
+        self.num_fetched = 0
+
+    # -- torch's hooks ----------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """See everything that is saved from now on, in this thread."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        self._is_installed = True
+        original = torch.autograd.graph.disable_saved_tensors_hooks
+        activations = self
+
+        @contextlib.contextmanager
+        def disable(*args: Any, **kwargs: Any) -> Iterator[None]:
+            """Torch refuses to disable hooks that are there: ours make way (torch.func)."""
+            with activations.paused(), original(*args, **kwargs):
+                yield
+
+        torch.autograd.graph.disable_saved_tensors_hooks = disable
+
+        def undo() -> None:
+            torch.autograd.graph.disable_saved_tensors_hooks = original
+
+        self._undo_disable = undo
+
+    def _is_on_top(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] == self._pack
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Saved as without us, where the hooks cannot be (torch.func, torch.compile)."""
+        is_paused = self._is_installed and self._is_on_top()
+        if is_paused:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            if is_paused and self._is_installed:
+                torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def remove(self) -> None:
+        """Save as torch does again. Graphs that are alive keep what they saved, in RAM."""
+        if not self._is_installed:
+            return
+        self._is_installed = False
+        self._undo_disable()
+        if self._is_on_top():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def bring_back(self) -> None:
+        """Before the tier is closed: what a living graph still needs comes back to RAM."""
+        self._finish_writes(leave_bytes=0)
+        for reference in list(self._on_disk.values()):
+            saved = reference()
+            if saved is not None:
+                storage = self._fetch(saved).untyped_storage()
+                saved.alias = torch.empty(saved.nbytes, dtype=torch.uint8)
+                saved.alias.untyped_storage().copy_(storage, False)
+        self._on_disk.clear()
+        self._drain()
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Tensor | Handle:
+        kept = _detached(tensor)
+        home = self._home_of_storage(kept)
+        if home is not None:
+            mark_managed(kept, home)
+            return kept
+        if not self._is_installed or not self._can_move(kept):
+            return kept
+        with self._store.lock:
+            self._drain()
+            storage = kept.untyped_storage()
+            known = self._by_address.get(address(storage))
+            saved = known() if known is not None else None
+            if saved is None or saved.alias is None:
+                saved = self._keep(kept, storage)
+            return Handle(saved, kept)
+
+    def _can_move(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+            return False
+        storage = tensor.untyped_storage()
+        is_managed = address(storage) in self._manager.by_storage
+        is_small = storage.nbytes() < self._smallest_bytes
+        return not is_managed and not is_small and not storage.is_shared()
+
+    def _home_of_storage(self, tensor: Tensor) -> Home | None:
+        if tensor.layout is not torch.strided:
+            return None
+        return self._manager.parameter_home(tensor.untyped_storage())
+
+    def _keep(self, tensor: Tensor, storage: torch.UntypedStorage) -> Saved:
+        saved = Saved(self._next_number, tensor, storage.nbytes(), self._ended)
+        self._next_number += 1
+        self._by_address[address(storage)] = weakref.ref(saved)
+        self._note_in_ram(saved)
+        self._unseen_bytes += saved.nbytes
+        if self._is_eager:
+            self._send_down(self._in_ram_bytes - self._window_bytes)
+            self._finish_writes(leave_bytes=self._window_bytes)
+        if self._unseen_bytes >= LOOK_EVERY_BYTES:
+            self._unseen_bytes = 0
+            self._store.look_at_budget()
+        return saved
+
+    def _note_in_ram(self, saved: Saved) -> None:
+        self._in_ram[saved.number] = weakref.ref(saved)
+        self._in_ram_bytes += saved.nbytes
+
+    # -- moving down ------------------------------------------------------------------------------
+
+    def spill(self, nbytes: int) -> int:
+        """Free so many bytes, if there are as many; how many were freed."""
+        with self._store.lock:
+            self._drain()
+            started = self._send_down(max(nbytes, SPILL_BYTES), only_ours=True)
+            self._finish_writes(leave_bytes=0)
+            self._drain()
+            return started
+
+    def _send_down(self, nbytes: int, *, only_ours: bool = False) -> int:
+        """Start to write the oldest, `nbytes` of them; what is on disk already just goes."""
+        started = 0
+        for number, reference in list(self._in_ram.items()):
+            saved = reference()
+            if started >= nbytes:
+                break
+            if saved is None or saved.alias is None:
+                continue
+            # Ours: the alias, and the storage object that asks.
+            if only_ours and num_users(saved.alias.untyped_storage()) > 2:
+                continue
+            del self._in_ram[number]
+            self._in_ram_bytes -= saved.nbytes
+            started += saved.nbytes
+            if saved.extent is not None:
+                self._forget_memory(saved)
+                continue
+            saved.extent = self._tier.allocate(saved.label, saved.nbytes)
+            memory = memory_of(saved.alias.untyped_storage())
+            future = self._tier.write(saved.extent, [(0, memory)])
+            self._being_written.append((future, saved.alias, reference))
+            self.num_spilled += 1
+            if sabotaged("activation.write"):
+                saved.alias.view(torch.uint8).zero_()
+        return started
+
+    def _finish_writes(self, *, leave_bytes: int) -> None:
+        """Let go of what is written; wait until no more than `leave_bytes` are on their way."""
+        left = sum(alias.untyped_storage().nbytes() for _, alias, _ in self._being_written)
+        while self._being_written:
+            future, alias, reference = self._being_written[0]
+            if left <= leave_bytes and not future.done():
+                return
+            saved = reference()
+            try:
+                self._store.wait(future)
+            except DiskError:
+                if saved is not None:  # the bytes are still here
+                    saved.extent = None
+                    self._note_in_ram(saved)
+                self._being_written.popleft()
+                raise
+            self._being_written.popleft()
+            left -= alias.untyped_storage().nbytes()
+            if saved is not None:
+                self._forget_memory(saved)
+
+    def _forget_memory(self, saved: Saved) -> None:
+        assert saved.alias is not None
+        self._by_address.pop(address(saved.alias.untyped_storage()), None)
+        saved.alias = None
+        self._on_disk[saved.number] = weakref.ref(saved)
+
+    # -- moving up --------------------------------------------------------------------------------
+
+    def _unpack(self, kept: Tensor | Handle) -> Tensor:
+        if isinstance(kept, Tensor):
+            home = home_of(kept)
+            if home is not None:  # autograd hands out another tensor, an ordinary one
+                self._manager.lease_for_running_function(home)
+            return kept
+        with self._store.lock, torch.no_grad():
+            self._drain()
+            saved = kept.saved
+            alias = saved.alias
+            if alias is None:
+                alias = saved.alias = self._fetch(saved)
+                self._note_in_ram(saved)
+                self._read_ahead(saved.number)
+            return kept.over(alias.untyped_storage())
+
+    def _fetch(self, saved: Saved) -> Tensor:
+        self._start_read(saved)
+        assert saved.reading is not None
+        (future, buffer), saved.reading = saved.reading, None
+        try:
+            if not sabotaged("activation.wait"):
+                self._store.wait(future)
+        except BaseException:
+            future.exception()  # the buffer must not have another holder before this is over
+            buffer.release()
+            raise
+        buffer.touched()
+        self._on_disk.pop(saved.number, None)
+        self.num_fetched += 1
+        memory = (ctypes.c_ubyte * saved.nbytes).from_address(buffer.address)
+        weakref.finalize(memory, self._free_buffers.append, buffer)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _start_read(self, saved: Saved) -> None:
+        if saved.reading is not None:
+            return
+        assert saved.extent is not None
+        buffer = self._store.take_buffer(saved.nbytes, TAG)
+        try:
+            saved.reading = self._tier.read(saved.extent, buffer.memory), buffer
+        except BaseException:
+            buffer.release()
+            raise
+
+    def _read_ahead(self, number: int) -> None:
+        """Start to read what backward needs next, as far as there is room without moving others."""
+        ahead_bytes = 0
+        for other in sorted((n for n in self._on_disk if n < number), reverse=True):
+            saved = self._on_disk[other]()
+            if saved is None:
+                continue
+            ahead_bytes += saved.nbytes
+            if ahead_bytes > self._window_bytes or not self._store.pool.can_acquire(saved.nbytes):
+                return
+            self._start_read(saved)
+
+    def _drain(self) -> None:
+        """Clear up after what the garbage collector noted."""
+        while self._free_buffers:
+            self._free_buffers.popleft().release()
+        while self._ended:
+            number, nbytes, extent, reading = self._ended.popleft()
+            if self._in_ram.pop(number, None) is not None:
+                self._in_ram_bytes -= nbytes
+            self._on_disk.pop(number, None)
+            if reading is not None:
+                reading[0].exception()
+                reading[1].release()
+            if extent is not None:
+                self._tier.free(extent)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Without its history: autograd would keep an output that keeps the node that keeps it."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return tensor.detach()

@@ -1,0 +1,115 @@
+"""Keeps the growth of the process inside `ram` by moving the ledger's limit.
+
+What torch allocates for itself (activations, temporaries, what the C library keeps) is not in the
+ledger, but the system counts it. So the process's resident growth is read wherever the engine is
+about to need room, the part that is not the ledger's is subtracted from `ram`, and what is left is
+the ledger's limit: it falls as forward piles up activations and rises again in backward.
+
+When memory is short, free heap memory is given back first, then chunks leave (the store's work),
+then saved activations are sent down. When all that does not help the process is over its budget,
+and `over_bytes` says by how much.
+"""
+
+from collections.abc import Callable
+
+from zeepo.memory.heap import free_heap_bytes, give_back_free_memory
+from zeepo.memory.pool import BufferPool
+from zeepo.units import MiB
+
+FIRST_SLACK_BYTES = 64 * MiB
+LEAST_SLACK_BYTES = 8 * MiB
+WORTH_TRIMMING_BYTES = 16 * MiB
+
+
+class RamBudget:
+    """The limit of a pool's ledger, as the process grows and shrinks around it."""
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        ram_bytes: int,
+        reserve_bytes: int,
+        growth_bytes: Callable[[], int],
+        movable_bytes: Callable[[], int],
+    ) -> None:
+        self._pool = pool
+        self._ledger = pool.ledger
+        self._growth_bytes = growth_bytes
+        self._movable_bytes = movable_bytes
+        """What could leave the ledger now."""
+        self._reserve_bytes = reserve_bytes
+        """Never the ledger's, however little torch takes."""
+        self._slack_bytes = FIRST_SLACK_BYTES
+        self._rise_bytes = 0
+        """The most that torch took between two looks, in this step."""
+        self._last_bytes = 0
+        self._trimmed_bytes = 0
+        """What was left beside the ledger when free heap memory was last given back."""
+        self._expected_bytes = 0
+        self.ram_bytes = ram_bytes
+        self.peak_bytes = 0
+        """The largest growth seen."""
+        self.over_bytes = 0
+        """The most by which the growth was seen to exceed `ram`."""
+        self.spill: Callable[[int], int] | None = None
+        """Sends saved activations of so many bytes down; how many really went."""
+
+    @property
+    def unmanaged_bytes(self) -> int:
+        """What the process has grown beside the ledger, at the last look."""
+        return self._last_bytes
+
+    def look(self) -> None:
+        """Read how large the process is and set the ledger's limit."""
+        unmanaged = self._read()
+        self._rise_bytes = max(
+            self._rise_bytes, unmanaged - self._last_bytes - self._expected_bytes
+        )
+        self._expected_bytes = 0
+        self._last_bytes = unmanaged
+        if unmanaged + self._ledger.used_bytes + self._slack() > self.ram_bytes:
+            self._last_bytes = unmanaged = self._relieve(unmanaged)
+        self._ledger.limit_bytes = self._limit(unmanaged)
+
+    def expect(self, nbytes: int) -> None:
+        """Torch is about to take so much: `look` must not be surprised."""
+        self._expected_bytes = nbytes
+
+    def hand_over(self, nbytes: int) -> None:
+        """Memory of torch's that the process has already is about to become the ledger's."""
+        self._ledger.limit_bytes = (self._ledger.limit_bytes or 0) + nbytes
+        self._last_bytes -= nbytes
+
+    def end_step(self) -> None:
+        """What one step showed is what the next is prepared for."""
+        self._slack_bytes = max(LEAST_SLACK_BYTES, self._rise_bytes, self._slack_bytes // 2)
+        self._rise_bytes = 0
+
+    def _read(self) -> int:
+        growth = self._growth_bytes()
+        self.peak_bytes = max(self.peak_bytes, growth)
+        self.over_bytes = max(self.over_bytes, growth - self.ram_bytes)
+        return growth - (self._ledger.used_bytes - self._pool.fresh_bytes)
+
+    def _slack(self) -> int:
+        return min(self._slack_bytes, self.ram_bytes // 8)
+
+    def _limit(self, unmanaged: int) -> int:
+        """Less what torch has taken and may take before the next look; at least its reserve."""
+        return max(0, self.ram_bytes - max(unmanaged + self._slack(), self._reserve_bytes))
+
+    def _relieve(self, unmanaged: int) -> int:
+        """Memory is short: give back what nobody uses, before anything has to move."""
+        risen = unmanaged - self._trimmed_bytes
+        if risen >= WORTH_TRIMMING_BYTES and free_heap_bytes() >= WORTH_TRIMMING_BYTES:
+            unmanaged = self._trim()
+        movable = self._movable_bytes()
+        missing = unmanaged + self._ledger.used_bytes - movable + self._slack() - self.ram_bytes
+        if missing > 0 and self.spill is not None and self.spill(missing):
+            unmanaged = self._trim()
+        return unmanaged
+
+    def _trim(self) -> int:
+        give_back_free_memory()
+        self._trimmed_bytes = self._read()
+        return self._trimmed_bytes
