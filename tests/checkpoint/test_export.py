@@ -40,7 +40,6 @@ class Odd(nn.Module):
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("same_mask", self.mask)
         self.register_buffer("none", torch.zeros(0, 4))
-        self.register_buffer("sliced", torch.randn(4, 6)[:, 1:4])
         self.register_buffer("conjugated", torch.randn(3, dtype=torch.complex64).conj())
         self.register_buffer("not_kept", torch.ones(2), persistent=False)
 

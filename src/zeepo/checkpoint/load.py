@@ -35,8 +35,8 @@ def load_safetensors(
     have a value and every value a tensor; otherwise what differs is returned, as `load_state_dict`
     does. A tied tensor needs one of its names.
     """
-    _refuse_own_loading(model)
     tensors = state_tensors(model)
+    _refuse_own_loading(model)
     with open_weights(Path(path)) as weights:
         jobs, missing = _match(model, tensors, weights)
         unexpected = [name for name in weights.entries if name not in tensors]
