@@ -203,7 +203,7 @@ def test_several_models_get_a_folder_each(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     with zeepo.init([one, two], optimizers, ram="1GiB", disk=tmp_path / "disk") as session:
         session.export(tmp_path / "out")
-        with pytest.raises(ConfigError, match="2 models.*Give a folder"):
+        with pytest.raises(ConfigError, match=r"2 models.*Give a folder"):
             session.export(tmp_path / "out.safetensors")
     assert names_in(tmp_path / "out") == ["model0", "model1"]
     assert_file_has(tmp_path / "out" / "model0" / "model.safetensors", one)
@@ -241,8 +241,8 @@ def test_a_full_disk_leaves_the_older_export(
             session.export(out / target, max_shard_bytes="10KiB")
         monkeypatch.undo()
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        monkeypatch.setattr(staged_file.os, "write", full)
         with pytest.raises(DiskError):  # a folder made for a failed export goes with it
-            monkeypatch.setattr(staged_file.os, "write", full)
             session.export(out / "new")
         monkeypatch.undo()
         assert names_in(out) == sorted(before)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zeepo.memory.files import disk_error
 
-DIRTY_BYTES = 32 << 20
+DIRTY_BYTES = 16 << 20
 """How much may wait in the page cache before it is sent to the disk."""
 
 

@@ -26,7 +26,7 @@ from zeepo.memory.files import disk_error
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-CACHED_BYTES = 32 << 20
+CACHED_BYTES = 16 << 20
 """How much of a file may stay in the page cache after it was read."""
 
 
