@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,32 @@ def test_a_full_disk_leaves_the_older_export(
         assert names_in(out) == sorted(before)
         session.export(out / target)
         assert_file_has(out / "model.safetensors", model)
+
+
+def test_written_pages_leave_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(staged_file, "DIRTY_BYTES", 1000)
+
+    def noting(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            calls.append(name)
+            return do(*args)
+
+        return noted
+
+    for name in ("write", "fdatasync", "fsync", "posix_fadvise", "replace"):
+        monkeypatch.setattr(staged_file.os, name, noting(name, getattr(os, name)))
+    with staged_file.staging() as files:
+        files.append(staged_file.StagedFile(tmp_path / "x"))
+        for _ in range(5):
+            files[0].write(b"y" * 500)
+        files[0].finish()
+        files[0].publish()
+    clean = ["write", "write", "fdatasync", "posix_fadvise"]
+    assert calls == [*clean, *clean, "write", "fsync", "posix_fadvise", "replace"]
+    assert (tmp_path / "x").read_bytes() == b"y" * 2500
 
 
 def test_an_interrupted_export_leaves_nothing(

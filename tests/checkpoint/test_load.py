@@ -19,6 +19,7 @@ from tests.faults.small import build, open_at_minimum, train
 from zeepo.checkpoint import load as load_module
 from zeepo.checkpoint.export import export_models
 from zeepo.checkpoint.safetensors_file import DTYPES
+from zeepo.checkpoint.weight_files import WeightFile
 from zeepo.engine.managed import home_of
 from zeepo.errors import (
     ConfigError,
@@ -161,7 +162,9 @@ def test_complaints_are_load_state_dict_s_and_nothing_is_changed(tmp_path: Path)
     assert torch.equal(model[1].weight, before["1.weight"])
 
 
-def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
+def test_one_name_of_a_tied_tensor_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
         model[1].weight = model[0].weight
@@ -177,8 +180,20 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
     save_file({"other": value}, path)
     with pytest.raises(WeightsError, match=r'Missing key.*"0\.weight", "1\.weight"'):
         zeepo.load_safetensors(tied(), path)
-    # what was tied when it was written may be loaded into a model where it is not
+    # the bytes of a tied tensor are read once
     export_models([tied()], path, "5GB")
+    num_reads = 0
+    read = WeightFile.read
+
+    def counted(self: WeightFile, *args: Any) -> None:
+        nonlocal num_reads
+        num_reads += 1
+        read(self, *args)
+
+    monkeypatch.setattr(WeightFile, "read", counted)
+    zeepo.load_safetensors(tied(), path)
+    assert num_reads == 1
+    # what was tied when it was written may be loaded into a model where it is not
     untied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     zeepo.load_safetensors(untied, path)
     assert torch.equal(untied[0].weight, untied[1].weight)

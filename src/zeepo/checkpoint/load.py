@@ -73,16 +73,8 @@ def _match(
     model: nn.Module, tensors: dict[str, Tensor], weights: Weights
 ) -> tuple[list[_Job], list[str]]:
     """What to copy, in the model's order, and the names without a value."""
-    jobs = []
-    without = []
-    for name, tensor in tensors.items():
-        place = weights.find(name)
-        if place is None:
-            without.append(name)
-        else:
-            jobs.append(_Job(name, tensor, *place))
-    given = {job.name for job in jobs}
     covered = find_covered(tensors)
+    places = {name: place for name in tensors if (place := weights.find(name)) is not None}
     # torch fills in these counters for files older than them
     counters = {
         f"{name}.num_batches_tracked".lstrip(".")
@@ -90,7 +82,16 @@ def _match(
         if isinstance(module, _NormBase)
     }
     missing = [
-        name for name in without if name not in counters and not given & set(covered.get(name, []))
+        name
+        for name in tensors
+        if name not in places
+        and name not in counters
+        and places.keys().isdisjoint(covered.get(name, []))
+    ]
+    jobs = [
+        _Job(name, tensors[name], *place)
+        for name, place in places.items()
+        if name in weights.entries or weights.entries.keys().isdisjoint(covered.get(name, []))
     ]
     return jobs, missing
 
