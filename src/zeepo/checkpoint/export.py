@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zeepo.checkpoint.model_tensors import bytes_in_order, find_left_out, state_tensors
 from zeepo.checkpoint.safetensors_file import arrange, encode_header, nbytes_of
-from zeepo.checkpoint.staged_file import StagedFile, make_names_durable, staging
+from zeepo.checkpoint.staged_file import StagedFile, make_names_durable, remove, staging
 from zeepo.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME
 from zeepo.errors import ConfigError
 from zeepo.memory.files import disk_error
@@ -175,7 +175,7 @@ def _replace_older(folder: Path, files: Sequence[StagedFile]) -> None:
     or the new ones at any moment, and never shards of both.
     """
     if len(files) > 1:
-        (folder / INDEX_NAME).unlink(missing_ok=True)
+        remove(folder / INDEX_NAME)
     for file in files:
         file.publish()
     make_names_durable(folder)
@@ -183,4 +183,4 @@ def _replace_older(folder: Path, files: Sequence[StagedFile]) -> None:
     for old in sorted(folder.iterdir()):
         is_weights = old.name in (SINGLE_NAME, INDEX_NAME) or _SHARD.fullmatch(old.name)
         if is_weights and old.name not in new:
-            old.unlink()
+            remove(old)

@@ -80,6 +80,12 @@ def staging() -> Iterator[list[StagedFile]]:
             file.discard()
 
 
+def remove(path: Path) -> None:
+    """Remove a file, if it is there."""
+    with _named(f"remove {path}", path):
+        path.unlink(missing_ok=True)
+
+
 def make_names_durable(folder: Path) -> None:
     """After renaming in `folder`: a power failure does not undo it."""
     with _named(f"write {folder}", folder):
