@@ -15,6 +15,7 @@ EXPECTED = {
     "CorruptionError": OSError,
     "SessionError": RuntimeError,
     "UnsupportedError": NotImplementedError,
+    "WeightsError": RuntimeError,
     "InternalError": AssertionError,
 }
 

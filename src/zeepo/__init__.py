@@ -1,6 +1,8 @@
 """zeepo trains PyTorch models that are bigger than the memory they are given."""
 
-from zeepo.engine.api import close, current_session, init
+from zeepo.checkpoint.export import export_models
+from zeepo.checkpoint.load import load_safetensors
+from zeepo.engine.api import close, current_session, export, init
 from zeepo.engine.lazy import lazy
 from zeepo.engine.session import Session
 from zeepo.errors import (
@@ -11,8 +13,11 @@ from zeepo.errors import (
     InternalError,
     SessionError,
     UnsupportedError,
+    WeightsError,
     ZeepoError,
 )
+
+Session.exporter = staticmethod(export_models)  # engine and checkpoint do not know each other
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,10 +29,13 @@ __all__ = [
     "Session",
     "SessionError",
     "UnsupportedError",
+    "WeightsError",
     "ZeepoError",
     "__version__",
     "close",
     "current_session",
+    "export",
     "init",
     "lazy",
+    "load_safetensors",
 ]

@@ -34,5 +34,9 @@ class UnsupportedError(ZeepoError, NotImplementedError):
     """A valid request that this version of zeepo, or this model, cannot serve."""
 
 
+class WeightsError(ZeepoError, RuntimeError):
+    """A weight file and a model do not fit each other: names or shapes differ."""
+
+
 class InternalError(ZeepoError, AssertionError):
     """An invariant of zeepo itself is broken: a bug in zeepo, never the user's mistake."""

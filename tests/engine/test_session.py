@@ -88,7 +88,6 @@ def test_methods_of_later_versions_say_so(tmp_path: Path) -> None:
             lambda: session.register("x", object()),
             lambda: session.save("x"),
             lambda: session.load("x"),
-            lambda: session.export("x"),
         ):
             with pytest.raises(UnsupportedError, match=r"not in this version.*state_dict"):
                 use()

@@ -62,3 +62,11 @@ def close() -> None:
     session = current_session()
     if session is not None:
         session.close()
+
+
+def export(path: str | Path, *, max_shard_bytes: int | str = "5GB") -> None:
+    """Write the open session's model as safetensors: `session.export`."""
+    session = current_session()
+    if session is None:
+        raise SessionError("zeepo.export: no session is open. Open one by zeepo.init.")
+    session.export(path, max_shard_bytes=max_shard_bytes)

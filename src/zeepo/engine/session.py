@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,6 +58,8 @@ class Session:
     """Open from `zeepo.init` until `close`; a context manager."""
 
     plan: Plan
+    exporter: ClassVar[Callable[[Sequence[nn.Module], str | Path, int | str], None]]
+    """Writes models as safetensors; `zeepo/__init__.py` puts it here, since it is not engine's."""
 
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], options: Options
@@ -274,8 +276,10 @@ class Session:
     def load(self, path: str | Path) -> None:
         raise self._later("load")
 
-    def export(self, path: str | Path) -> None:
-        raise self._later("export")
+    def export(self, path: str | Path, *, max_shard_bytes: int | str = "5GB") -> None:
+        """Write the models' current values as safetensors, streamed (docs/weights.md)."""
+        self._check_open("export")
+        type(self).exporter(self._models, path, max_shard_bytes)
 
     def _later(self, name: str) -> UnsupportedError:
         self._check_open(name)
