@@ -70,6 +70,20 @@ def resident_growth_bytes() -> int:
     return resident_bytes() - _RESIDENT_AT_IMPORT
 
 
+def peak_resident_growth_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """The most the process ever had beyond what it had when zeepo was imported.
+
+    The kernel's own high-water mark, of the process's whole life: memory that was given back
+    before the import counts too. 0 where it cannot be read.
+    """
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return 0
+    peak_kib = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
+    return max(0, peak_kib * 1024 - _RESIDENT_AT_IMPORT)
+
+
 def available_ram_bytes() -> int:
     """What a session may take when the user states no budget."""
     found = [n for n in (machine_available_bytes(), cgroup_available_bytes()) if n is not None]
