@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 MARGIN = 0.1
 """Share of the free memory that is left alone when the user states no budget."""
@@ -29,15 +30,23 @@ def machine_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None
     return None
 
 
-def cgroup_available_bytes(
+class CgroupLimit(NamedTuple):
+    """A limit on the memory of a cgroup that we are in, and what it uses."""
+
+    version: int
+    limit_bytes: int
+    used_bytes: int
+
+
+def cgroup_limits(
     cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """What our memory cgroup (version 1 or 2) still allows, or None without a limit."""
+) -> list[CgroupLimit]:
+    """The limits of our memory cgroup (version 1 or 2) and of those it is in."""
     try:
         lines = cgroup.read_text().splitlines()
     except OSError:
-        return None
-    free: list[int] = []
+        return []
+    found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         relative = Path(path.lstrip("/"))
@@ -50,8 +59,16 @@ def cgroup_available_bytes(
         for folder in (relative, *relative.parents):  # a limit on a parent holds for us too
             most, used = _read_int(top / folder / limit), _read_int(top / folder / usage)
             if most is not None and used is not None and most < 1 << 60:
-                free.append(max(0, most - used))
-    return min(free) if free else None
+                found.append(CgroupLimit(1 if controllers else 2, most, used))
+    return found
+
+
+def cgroup_available_bytes(
+    cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """What our memory cgroup still allows, or None without a limit."""
+    limits = cgroup_limits(cgroup, root)
+    return min((max(0, one.limit_bytes - one.used_bytes) for one in limits), default=None)
 
 
 def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
