@@ -83,19 +83,35 @@ def test_a_write_that_somebody_put_over_ours_stays(terminal: Terminal) -> None:
     assert terminal.text == "PRINTED\n"
 
 
-def test_a_forked_process_prints_without_erasing(terminal: Terminal, screen: Screen) -> None:
+def test_a_forked_process_prints_in_the_place_of_the_lines(
+    terminal: Terminal, screen: Screen
+) -> None:
     screen.draw(BLOCK)
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            terminal.write("X")
+            screen.draw(["not the child's"])
+            terminal.write("from ")
+            terminal.write("the child\n")
+            screen.close()
             os.write(sending, terminal.text.encode())
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(sending)
     with os.fdopen(receiving) as pipe:
-        assert pipe.read() == "X" + "\n".join(BLOCK)[1:]
+        assert pipe.read() == "from the child\n"
     screen.draw(["still drawing"])
     assert terminal.text == "still drawing"
+
+
+def test_a_forked_process_that_prints_elsewhere_gets_no_sequences(
+    terminal: Terminal, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen.draw(BLOCK)
+    screen.hold()
+    screen.let_go(in_child=True)
+    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    terminal.write("X")
+    assert terminal.text == "X" + "\n".join(BLOCK)[1:]

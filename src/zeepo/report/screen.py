@@ -4,7 +4,8 @@ Invariant: what the program prints appears as if the lines were not there. While
 cursor rests at their start, and `write` of stdout and stderr, if they are terminals, first erases
 them. The streams stay the same objects, so handlers that were made before (logging) are covered
 too. Where a line of the program's own is unfinished (a prompt, a progress bar) nothing is drawn
-until it is finished.
+until it is finished. A forked process (a DataLoader's worker) draws nothing and prints in the place
+of the lines.
 
 Output around Python (a C library's) overwrites the first of the lines; the next drawing repairs it.
 """
@@ -35,6 +36,7 @@ class Screen:
         self._lock = threading.RLock()  # a signal handler may print while we draw
         self._is_drawn = False
         self._is_line_finished = True
+        self._is_child = False
         self._restores: list[Callable[[], None]] = []
         self._write = stream.write
         self._flush = stream.flush
@@ -48,7 +50,10 @@ class Screen:
 
         def write(text: str) -> int:
             with self._lock:
-                self._erase()
+                if self._is_child:
+                    self._erase_as_child(stream)
+                else:
+                    self._erase()
                 if text:
                     self._is_line_finished = text.endswith("\n")
                 return original(text)
@@ -66,7 +71,7 @@ class Screen:
     def draw(self, lines: Sequence[str]) -> None:
         """Show these lines, each shorter than the terminal is wide, instead of those there."""
         with self._lock:
-            if not self._is_line_finished or not self._restores:
+            if self._is_child or not self._is_line_finished or not self._restores:
                 return
             for stream in self._others:
                 stream.flush()
@@ -85,12 +90,10 @@ class Screen:
     def close(self) -> None:
         """Erase the lines and let the streams be. Twice is harmless."""
         with self._lock:
-            self._erase()
-            self._let_be()
-
-    def _let_be(self) -> None:
-        while self._restores:
-            self._restores.pop()()
+            if not self._is_child:
+                self._erase()
+            while self._restores:
+                self._restores.pop()()
 
     # -- forks: a lock that another thread holds would stay locked in the child -----------------
 
@@ -99,11 +102,18 @@ class Screen:
         self._lock.acquire()
 
     def let_go(self, *, in_child: bool) -> None:
-        """After it. The child prints for itself: the lines on the screen are the parent's."""
-        if in_child:
-            self._is_drawn = False
-            self._let_be()
+        """After it. The lines are the parent's: the child only prints in their place."""
+        self._is_child = in_child
         self._lock.release()
+
+    def _erase_as_child(self, stream: TextIO) -> None:
+        """The cursor is at the start of the parent's lines, if there are any; it draws them anew.
+
+        The child may have sent its output elsewhere meanwhile.
+        """
+        if self._is_line_finished and stream.isatty():
+            self._write(_ERASE)
+            self._flush()
 
 
 _screens: weakref.WeakSet[Screen] = weakref.WeakSet()
