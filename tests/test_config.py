@@ -53,6 +53,8 @@ def test_the_option_list_and_its_defaults_are_frozen() -> None:
         "resume": None,
         "zero_offload": None,
         "num_gpus": None,
+        "events": None,
+        "progress": "auto",
     }
 
 
@@ -110,11 +112,19 @@ def test_variables_are_read_as_text(tmp_path: Path) -> None:
             "ZEEPO_ZERO_OFFLOAD": "1",
             "ZEEPO_DURABLE": "False",
             "ZEEPO_NUM_GPUS": "1",
+            "ZEEPO_EVENTS": f"{one}/events.jsonl",
+            "ZEEPO_PROGRESS": "false",
             "HOME": "/elsewhere",
         }
     )
     assert options == Options(
-        ram=64 * MiB, disk=(one, two), disk_limit=MiB, zero_offload=True, num_gpus=1
+        ram=64 * MiB,
+        disk=(one, two),
+        disk_limit=MiB,
+        zero_offload=True,
+        num_gpus=1,
+        events=one / "events.jsonl",
+        progress=False,
     )
 
 
@@ -151,6 +161,21 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> N
 def test_unknown_keyword_has_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"'optimiser_state'.*Did you mean 'optimizer_state'"):
         resolve(optimiser_state="ram")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("modle", "model"), ("optimiser", "optimizer"), ("configs", "config")]
+)
+def test_misspelt_arguments_of_init_are_suggested_too(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{given}'.*Did you mean '{meant}'"):
+        resolve(**{given: None})
+
+
+def test_misspelt_name_in_a_file_has_a_suggestion(tmp_path: Path) -> None:
+    file = tmp_path / "zeepo.toml"
+    file.write_text('progres = "auto"\n')
+    with pytest.raises(ConfigError, match=r"'progres' in the config .*Did you mean 'progress'"):
+        resolve(config_path=file)
 
 
 @pytest.mark.parametrize("variable", ["ZEEPO_DISK_LIMITS", "ZEEPO_disk_limit"])
@@ -198,6 +223,10 @@ def test_every_stage_runs_on_one_rank(stage: int | str) -> None:
         ("num_gpus", 1.0, "whole number"),
         ("num_gpus", True, "whole number"),
         ("precision", 16, "expected a name"),
+        ("events", "", "path of a file"),
+        ("events", True, "path of a file"),
+        ("progress", "always", "true, false or 'auto'"),
+        ("progress", None, "true, false or 'auto'"),
         ("disk", "", "path of a directory"),
         ("disk", b"/scratch", "path of a directory"),
         ("disk", 3, "path of a directory"),

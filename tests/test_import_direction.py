@@ -11,11 +11,11 @@ MAX_LINES = 400
 
 # Highest first. A module imports from lower rows and from its own package, never from its own row.
 # "zeepo" is zeepo/__init__.py: what it exports is for users and for the command line.
-# "verify" runs a user's program, which imports zeepo, so it stands above it.
+# "verify" runs a user's program, which imports zeepo, so it stands above it; so does "doctor".
 # "sabotage" is the switches of the mutation tests: it imports nothing, so anyone may ask it.
 ROWS = (
     ("cli",),
-    ("verify",),
+    ("verify", "doctor"),
     ("zeepo",),
     ("engine", "checkpoint", "report"),
     ("optim", "planner"),

@@ -85,6 +85,12 @@ class Options:
     num_gpus: int | None = None
     """Number of ranks the script expects; None is however many were started."""
 
+    events: Path | None = None
+    """File to which one JSON object per event is appended; None writes none."""
+
+    progress: bool | Literal["auto"] = "auto"
+    """Whether progress is shown on stderr; "auto" is when it is a terminal."""
+
 
 OPTION_NAMES = tuple(field.name for field in fields(Options))
 
@@ -161,12 +167,16 @@ def _from_variables(environ: Mapping[str, str]) -> dict[str, _Given]:
 
 
 def _from_keywords(keywords: Mapping[str, object]) -> dict[str, _Given]:
-    _check_names(keywords, OPTION_NAMES, "among the keywords of zeepo.init")
+    others = ("model", "optimizer", "config")
+    _check_names(keywords, OPTION_NAMES, "among the keywords of zeepo.init", others)
     return {name: _Given(value, "given to zeepo.init") for name, value in keywords.items()}
 
 
-def _check_names(names: Iterable[str], known: Sequence[str], where: str) -> None:
-    folded = {name.lower(): name for name in known}
+def _check_names(
+    names: Iterable[str], known: Sequence[str], where: str, others: Sequence[str] = ()
+) -> None:
+    """Refuse a name that is not `known`; `others` may be meant too."""
+    folded = {name.lower(): name for name in (*known, *others)}
     for name in names:
         if name in known:
             continue
@@ -252,18 +262,25 @@ def _parse_flag(value: object) -> bool:
     raise ValueError("expected true or false")
 
 
+def _parse_progress(value: object) -> bool | str:
+    try:
+        return "auto" if value == "auto" else _parse_flag(value)
+    except ValueError:
+        raise ValueError("expected true, false or 'auto'") from None
+
+
 def _parse_text(value: object) -> str:
     if isinstance(value, str) and value:
         return value
     raise ValueError("expected a name")
 
 
-def _parse_path(value: object) -> Path:
+def _parse_path(value: object, what: str = "directory") -> Path:
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if isinstance(text, str) and text.strip():
             return Path(text).expanduser().absolute()
-    raise ValueError("expected the path of a directory")
+    raise ValueError(f"expected the path of a {what}")
 
 
 def _parse_paths(value: object) -> tuple[Path, ...]:
@@ -298,6 +315,8 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "resume": _optional(_parse_path),
     "zero_offload": _optional(_parse_flag),
     "num_gpus": _optional(_parse_count),
+    "events": _optional(lambda value: _parse_path(value, "file")),
+    "progress": _parse_progress,
 }
 
 _PLACED = ("params", "grads", "optimizer_state", "activations")

@@ -111,3 +111,27 @@ def test_the_default_budget_leaves_a_margin(whole: int | None, group: int | None
 
 def test_this_machine() -> None:
     assert available_ram_bytes() > 0
+
+
+def test_the_peak_keeps_what_was_given_back() -> None:
+    before = machine.peak_resident_growth_bytes()
+    block = bytearray(machine.resident_bytes() // 2 + (64 << 20))
+    peak = machine.peak_resident_growth_bytes()
+    assert peak >= machine.resident_growth_bytes()
+    assert peak >= before
+    del block
+    assert machine.peak_resident_growth_bytes() >= peak - (1 << 20)  # the kernel counts in batches
+    assert machine.resident_growth_bytes() < peak - (32 << 20)
+
+
+def test_a_peak_that_cannot_be_read_is_zero(tmp_path: Path) -> None:
+    assert machine.peak_resident_growth_bytes(tmp_path / "absent") == 0
+    assert machine.peak_resident_growth_bytes(put(tmp_path / "status", "Name: x")) == 0
+
+
+def test_limits_of_parents_are_listed(tmp_path: Path) -> None:
+    v1(tmp_path, 3000, 1000, "/job")
+    put(tmp_path / "sys" / "memory" / "memory.limit_in_bytes", 9000)
+    put(tmp_path / "sys" / "memory" / "memory.usage_in_bytes", 2000)
+    lines = put(tmp_path / "cgroup", "7:memory:/job")
+    assert machine.cgroup_limits(lines, tmp_path / "sys") == [(1, 3000, 1000), (1, 9000, 2000)]

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from zeepo.cli import verify
+from zeepo.cli import doctor, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"zeepo {version('zeepo')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     verify.add_command(commands)
+    doctor.add_command(commands)
     arguments = parser.parse_args(argv)
     if not hasattr(arguments, "run"):
         parser.print_help()

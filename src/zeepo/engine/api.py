@@ -34,6 +34,8 @@ def init(
     - disk_limit: how much of it may be used; default: what is free there.
     - params, grads, optimizer_state: "ram" or "disk", where each rests; default "auto": the disk
       if there is one.
+    - progress: whether progress is shown on stderr; default "auto": when it is a terminal.
+    - events: a file to which every event is appended, one JSON object per line; default: none.
 
     Known, and refused by name until their time comes: stage, device_memory, activations, precision,
     update, durable, resume, and num_gpus above 1. zero_offload is accepted: it is what zeepo does.

@@ -34,6 +34,7 @@ from zeepo.engine.manager import Manager
 from zeepo.engine.regions import Regions, is_compiled
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
+from zeepo.engine.telemetry import Telemetry
 from zeepo.engine.tuning import tuning
 from zeepo.errors import (
     ConfigError,
@@ -67,12 +68,15 @@ class Session:
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._closed = False
+        self._telemetry = Telemetry(options)
         self._interrupts = Interrupts()
         try:
             self._open(options)
         except BaseException:
+            self._telemetry.stop()
             self._interrupts.remove()
             raise
+        self._telemetry.opened(self.plan, self._store, self._pool, self._disk)
 
     # -- setting up -------------------------------------------------------------------------------
 
@@ -229,6 +233,7 @@ class Session:
         self._store.read_ahead()
         if self._store.budget is not None:
             self._store.budget.end_step()
+        self._telemetry.stepped()
 
     # -- what the user asks -----------------------------------------------------------------------
 
@@ -307,7 +312,11 @@ class Session:
         """
         if not self._closed:
             self._store.check_process()
-            self._give_everything_back()
+            self._telemetry.closing()
+            try:
+                self._give_everything_back()
+            finally:
+                self._telemetry.closed()
 
     def _give_everything_back(self) -> None:
         self._closed = True

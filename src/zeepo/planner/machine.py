@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 MARGIN = 0.1
 """Share of the free memory that is left alone when the user states no budget."""
@@ -29,15 +30,23 @@ def machine_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None
     return None
 
 
-def cgroup_available_bytes(
+class CgroupLimit(NamedTuple):
+    """A limit on the memory of a cgroup that we are in, and what it uses."""
+
+    version: int
+    limit_bytes: int
+    used_bytes: int
+
+
+def cgroup_limits(
     cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """What our memory cgroup (version 1 or 2) still allows, or None without a limit."""
+) -> list[CgroupLimit]:
+    """The limits of our memory cgroup (version 1 or 2) and of those it is in."""
     try:
         lines = cgroup.read_text().splitlines()
     except OSError:
-        return None
-    free: list[int] = []
+        return []
+    found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         relative = Path(path.lstrip("/"))
@@ -50,8 +59,16 @@ def cgroup_available_bytes(
         for folder in (relative, *relative.parents):  # a limit on a parent holds for us too
             most, used = _read_int(top / folder / limit), _read_int(top / folder / usage)
             if most is not None and used is not None and most < 1 << 60:
-                free.append(max(0, most - used))
-    return min(free) if free else None
+                found.append(CgroupLimit(1 if controllers else 2, most, used))
+    return found
+
+
+def cgroup_available_bytes(
+    cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """What our memory cgroup still allows, or None without a limit."""
+    limits = cgroup_limits(cgroup, root)
+    return min((max(0, one.limit_bytes - one.used_bytes) for one in limits), default=None)
 
 
 def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
@@ -68,6 +85,20 @@ _RESIDENT_AT_IMPORT = resident_bytes()
 def resident_growth_bytes() -> int:
     """How much the process has grown since zeepo was imported."""
     return resident_bytes() - _RESIDENT_AT_IMPORT
+
+
+def peak_resident_growth_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """The most the process ever had beyond what it had when zeepo was imported.
+
+    The kernel's own high-water mark, of the process's whole life: memory that was given back
+    before the import counts too. 0 where it cannot be read.
+    """
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return 0
+    peak_kib = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
+    return max(0, peak_kib * 1024 - _RESIDENT_AT_IMPORT)
 
 
 def available_ram_bytes() -> int:

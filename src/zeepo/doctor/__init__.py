@@ -1,0 +1,1 @@
+"""Looking at a machine: what it has, what of zeepo works on it, what is slow. See cli/doctor.py."""

@@ -1,0 +1,1 @@
+"""Tests of what is shown; `terminal` is a terminal to show it on."""
