@@ -37,6 +37,8 @@ class Moves:
         self.trace = Trace()
         self.counters = StoreCounters()
         self.chunks: dict[int, Chunk] = {}
+        self.must_have_room = False
+        """While closing, values come before the budget: what no eviction frees is granted."""
 
     # -- moving down ------------------------------------------------------------------------------
 
@@ -59,15 +61,21 @@ class Moves:
         return max(1, nbytes - (limit - self.ledger.used_bytes) - self.pool.idle_bytes)
 
     def evict_for(self, nbytes: int) -> None:
-        victims = choose_victims(
-            candidates(self.chunks.values(), self.trace), self.missing_bytes(nbytes)
-        )
-        if victims is None:
-            raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
-        for key in victims:
-            self.start_write(self.chunks[key])
-        for key in victims:
-            self.evict(self.chunks[key])
+        try:
+            victims = choose_victims(
+                candidates(self.chunks.values(), self.trace), self.missing_bytes(nbytes)
+            )
+            if victims is None:
+                raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
+            for key in victims:
+                self.start_write(self.chunks[key])
+            for key in victims:
+                self.evict(self.chunks[key])
+        except (BudgetError, DiskError):
+            if not self.must_have_room:
+                raise
+            limit = self.ledger.limit_bytes or 0
+            self.ledger.limit_bytes = limit + self.missing_bytes(nbytes)
 
     def start_write(self, chunk: Chunk) -> None:
         self.collect_write(chunk)

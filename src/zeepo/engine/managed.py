@@ -38,6 +38,7 @@ class Manager(Protocol):
     def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None: ...
     def read_grad(self, home: Home) -> Tensor | None: ...
     def write_grad(self, home: Home, value: Tensor | None) -> None: ...
+    def copy_of(self, home: Home, tensor: Tensor) -> Tensor: ...
     def copied(self, original: Home, copy: Tensor) -> None: ...
     def hand_over(self, parameter: nn.Parameter) -> Home: ...
 
@@ -218,8 +219,12 @@ def write_autograd_grad(tensor: Tensor, value: Tensor | None) -> None:
 
 def ordinary_copy(tensor: Tensor) -> Tensor:
     """An ordinary tensor (or parameter) with a copy of the values."""
+    home = home_of(tensor)
     with torch.no_grad():
-        copy = tensor.detach().clone(memory_format=torch.preserve_format)
+        if home is None or home.manager is None:
+            copy = tensor.detach().clone(memory_format=torch.preserve_format)
+        else:
+            copy = home.manager.copy_of(home, tensor)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)

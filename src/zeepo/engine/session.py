@@ -22,6 +22,7 @@ from zeepo.engine.adoption import (
     refuse_unmanageable,
     split_by_trainable,
 )
+from zeepo.engine.closing import Closing
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
@@ -42,6 +43,7 @@ from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.heap import HeapKeeper, give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
+from zeepo.memory.reclaimable import ReclaimableSpace
 from zeepo.memory.tier import Tier
 from zeepo.planner.machine import resident_growth_bytes
 from zeepo.planner.plan import Plan
@@ -90,8 +92,12 @@ class Session:
         self._disk: DiskTier | None = None
         if options.disk and "disk" in self.plan.placement.values():
             self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
+        space = None if self._disk is None else ReclaimableSpace(self._disk)
         self._store = ChunkStore(self._pool, prefetch=tuning().prefetch)
         self._manager = Manager(self._store, self._home_tiers())
+        self._closing = Closing(self._store, space)
+        if space is not None:
+            self._manager.copies.use_disk(space, self.plan.managed_minimum)
         self._num_late_units = 0
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
@@ -102,7 +108,7 @@ class Session:
                 self._take_optimizer(optimizer)
             self._regions.install(self._models)
         except BaseException:
-            with contextlib.suppress(CorruptionError):  # the first error is the one to tell
+            with contextlib.suppress(DiskError):  # the first error is the one to tell
                 self._give_everything_back()
             raise
 
@@ -195,6 +201,7 @@ class Session:
             home = self._manager.home(p)
             if home is not None:
                 chunks[home.chunk.key] = home.chunk
+        self._store.check_room_for(list(chunks.values()))
         for step in self._steps:  # while the block holds its leases there may be no room for them
             step.finish_put_off()
         self._store.lease(list(chunks.values()))
@@ -246,21 +253,27 @@ class Session:
     def close(self) -> None:
         """Give everything back as ordinary tensors with their current values. Twice is harmless.
 
-        What cannot be read from disk any more is filled with NaN, and CorruptionError says so.
+        What does not fit into the budget is mapped from unlinked files on the disk. What cannot be
+        read from disk any more is filled with NaN, and CorruptionError says so. DiskError when the
+        disk has no room for the mappings: the session stays open, and close can be tried again.
         """
         if not self._closed:
             self._store.check_process()
+            self._closing.check()
             self._give_everything_back()
 
     def _give_everything_back(self) -> None:
         self._closed = True
         with self._interrupts.held():
             try:
+                self._manager.end_raw_leases()
                 self._store.begin_closing()
                 self._regions.remove()
                 self._manager.node_leases.forget_all()
                 for step in self._steps:
                     step.finish_or_give_up()
+                self._manager.stop_watching()
+                self._closing.settle_all()
                 for step in self._steps:
                     step.states.give_back()
                 self._manager.give_back()
@@ -269,6 +282,9 @@ class Session:
                 self._tear_down()
         if self._store.lost:
             raise CorruptionError(loss_message(self._store.lost)) from self._store.lost[0][1]
+        failure = self._closing.failure()
+        if failure is not None:
+            raise failure
 
     def _tear_down(self) -> None:
         for interception in self._interceptions:
@@ -279,6 +295,8 @@ class Session:
             self._disk.close()
         self._pool.trim()
         self._interrupts.remove()
+        # A closed session may be remembered for long; what it trained is the user's alone.
+        self._models, self._optimizers, self._steps, self._interceptions = [], [], [], []
 
     def __enter__(self) -> Session:
         self._check_open("__enter__")
