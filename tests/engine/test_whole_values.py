@@ -227,12 +227,13 @@ class Peak(threading.Thread):
             time.sleep(0.001)
 
 disk = sys.argv[1]
+warm = nn.Linear(4, 4)
+warm_optimizer = torch.optim.AdamW(warm.parameters(), fused=True)
+warm(torch.ones(1, 4)).sum().backward()
+warm_optimizer.step()
+start = anonymous()
 with zeepo.lazy(ram="32MiB", disk=disk):
     model, optimizer = build()
-warm = nn.Linear(4, 4)
-torch.optim.AdamW(warm.parameters(), fused=True)
-warm(torch.ones(1, 4)).sum().backward()
-start = anonymous()
 peak = Peak()
 peak.start()
 session = zeepo.init(model, optimizer, ram="160MiB", disk=disk)

@@ -51,19 +51,24 @@ class Closing:
         self._space = space
         self._failures: list[DiskError] = []
         """Why values that belong on disk are in ordinary memory."""
-        self._limit_bytes = 0
-        """The budget in force when closing began."""
+        self._limit_bytes = store.ledger.limit_bytes
+        """The budget; while closing, the ledger's own limit rises when values have no place."""
 
     def check(self) -> None:
         """Raise `DiskError`, with nothing changed, if the disk clearly cannot hold the rest."""
-        self._limit_bytes = self._store.ledger.limit_bytes or 0
+        self._limit_bytes = self._store.ledger.limit_bytes
         _, leaving = self._divide()
         sizes = [chunk.layout.nbytes for chunk in leaving]
         if sizes and self._space is not None:
             self._space.check_free(sum(sizes) + max(sizes))
 
+    def begin(self) -> None:
+        """The session is over: note its budget, end its leases."""
+        self._limit_bytes = self._store.ledger.limit_bytes
+        self._store.begin_closing()
+
     def settle_all(self) -> None:
-        """Nothing is managed in a lower tier afterwards."""
+        """Nothing is in a lower tier afterwards."""
         kept, leaving = self._divide()
         for chunk in [c for c in leaving if c.is_resident]:  # they need no room
             self._settle(chunk, is_kept=False)
@@ -74,7 +79,7 @@ class Closing:
 
     def failure(self) -> DiskError | None:
         """What to say when the disk refused values and the budget could not hold them."""
-        excess_bytes = (self._store.ledger.limit_bytes or 0) - self._limit_bytes
+        excess_bytes = (self._store.ledger.limit_bytes or 0) - (self._limit_bytes or 0)
         if not self._failures or excess_bytes <= 0:
             return None
         return DiskError(
@@ -107,12 +112,12 @@ class Closing:
     def _room_bytes(self, visible: Sequence[Chunk], parts: Sequence[Chunk]) -> int:
         """The budget less what cannot move and what one chunk on its way needs."""
         ledger = self._store.ledger
-        if ledger.limit_bytes is None or self._space is None:
+        if self._limit_bytes is None or self._space is None:
             return NO_LIMIT
         moving = max((_working_bytes(chunk) for chunk in visible), default=0)
         of_chunks = sum(chunk.resident_bytes for chunk in (*visible, *parts))
         of_others = ledger.used_bytes - of_chunks - self._store.pool.idle_bytes
-        return ledger.limit_bytes - of_others - moving
+        return self._limit_bytes - of_others - moving
 
     # -- one chunk --------------------------------------------------------------------------------
 

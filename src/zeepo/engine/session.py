@@ -267,7 +267,7 @@ class Session:
         with self._interrupts.held():
             try:
                 self._manager.end_raw_leases()
-                self._store.begin_closing()
+                self._closing.begin()
                 self._regions.remove()
                 self._manager.node_leases.forget_all()
                 for step in self._steps:
