@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,19 @@ def test_without_room_on_the_disk_the_session_stays_open(
     train(model, optimizer, range(2, 3))
     session.close()
     assert_same(model, optimizer, *plain_run(3))
+
+
+def test_a_disk_that_is_gone_loses_nothing(tmp_path: Path) -> None:
+    """The open file still has the values; there is no place for new ones."""
+    model, optimizer = build()
+    session = open_session(model, optimizer, tmp_path)
+    train(model, optimizer, range(2))
+    shutil.rmtree(tmp_path)
+    with pytest.raises(DiskError, match=r"whole and true.*MiB more than ram allows.*Create the"):
+        session.close()
+    assert session.is_closed
+    assert_ordinary(model, optimizer)
+    assert_same(model, optimizer, *plain_run(2))
 
 
 MEASURED = """

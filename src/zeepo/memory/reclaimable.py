@@ -76,8 +76,11 @@ class ReclaimableSpace:
     def check_free(self, nbytes: int) -> None:
         """Raise `DiskError` if the directories clearly have no room for `nbytes` more.
 
-        What the disk tier holds is counted as room: it is given back as the values leave it.
+        What the disk tier holds is counted as room: it is given back as the values leave it. A
+        directory that is gone tells nothing; writing to it will.
         """
+        if not all(directory.folder.path.exists() for directory in self._disk.directories):
+            return
         free_bytes = sum(_free_bytes(directory) for directory in self._disk.directories)
         missing_bytes = nbytes - self._disk.used_bytes - free_bytes
         if missing_bytes > 0:
@@ -116,7 +119,11 @@ class ReclaimableSpace:
         path = directory.folder.whole_path
         with self._lock:  # one name for all: nobody else may open it before it is gone
             file = ScratchFile(path, direct=directory.is_direct)
-            path.unlink()
+            try:
+                path.unlink()
+            except OSError as error:
+                file.close()
+                raise disk_error(f"unlink {path}", path, error) from error
         return file
 
     def _follow(self, area: object, nbytes: int) -> None:
@@ -191,7 +198,7 @@ def _named(label: str, nbytes: int) -> Iterator[None]:
 
 def _free_bytes(directory: DiskDirectory) -> int:
     try:
-        status = os.statvfs(directory.path)
+        status = os.statvfs(directory.folder.path)
     except OSError as error:
         raise disk_error(f"look at {directory.path}", directory.path, error) from error
     return status.f_bavail * status.f_frsize
