@@ -307,7 +307,9 @@ def test_holding_a_state_dict_takes_no_memory(tmp_path: Path, piece_bytes: int) 
     with tuned(piece_bytes=piece_bytes):
         session = open_session(model, optimizer, tmp_path)
     train(model, optimizer, range(2))
+    num_fetches = session.stats().fetches
     held = model.state_dict(), optimizer.state_dict()
+    assert session.stats().fetches == num_fetches
     assert not session._store.has_leases()
     plain, plain_optimizer = plain_run(2)
     for name, value in plain.state_dict().items():
