@@ -1,4 +1,4 @@
-"""Closing takes no more memory than training may: measured from outside, in a process of its own."""
+"""Closing takes no more memory than training may: measured in a process of its own."""
 
 from __future__ import annotations
 
