@@ -148,7 +148,8 @@ def run_program(
     source: str, *arguments: object, timeout: float = 60
 ) -> subprocess.CompletedProcess[str]:
     """Run Python source in a process of its own, from the repository."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONFAULTHANDLER": "1"}
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "src")])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     return subprocess.run(
         [sys.executable, "-c", source, *map(str, arguments)],
         cwd=REPOSITORY,

@@ -55,7 +55,9 @@ def test_full_in_the_middle_of_training(
     full_disk.append(num_writes)
     with pytest.raises(DiskError, match=r"layers\.\d.*No space left.*Free some space"):
         train(model, optimizer, range(2, 6))
-    session.close()
+    with pytest.raises(DiskError, match=r"whole and true.* KiB more than ram allows.*No space"):
+        session.close()
+    assert session.is_closed
     assert scratch_files(tmp_path) == []
     assert_ordinary(model, optimizer)
     assert torch.isfinite(torch.tensor(touch_everything(model, optimizer)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.eviction import Candidate
+from zeepo.chunks.layout import align_up
 from zeepo.chunks.trace import Trace
 from zeepo.memory.ledger import Ledger
+from zeepo.memory.mapping import PAGE_BYTES
 from zeepo.units import format_bytes
 
 
@@ -45,6 +47,29 @@ def can_be_made_stale(chunk: Chunk) -> bool:
         and chunk.leases == 1
         and chunk.lower_version >= 0
         and chunk.writing is None
+    )
+
+
+def too_much_at_once(known: Iterable[Chunk], ledger: Ledger, wanted: Sequence[Chunk]) -> str | None:
+    """Why `wanted` cannot all be in RAM at the same time; None if they can."""
+    if ledger.limit_bytes is None:
+        return None
+    keys = {chunk.key for chunk in wanted}
+    needed = sum(align_up(max(1, chunk.layout.nbytes), PAGE_BYTES) for chunk in wanted)
+    staying = sum(
+        chunk.resident_bytes
+        for chunk in known
+        if (chunk.leases or chunk.home is None) and chunk.key not in keys
+    )
+    fixed_tags = [ledger.by_tag().get(tag, 0) for tag in ("staging", "copies")]
+    room = ledger.limit_bytes - staying - sum(fixed_tags)
+    if needed <= room:
+        return None
+    return (
+        f"session.gathered needs {format_bytes(needed)} in ram at once, but only "
+        f"{format_bytes(max(0, room))} of {format_bytes(ledger.limit_bytes)} for training state "
+        f"can be had. Raise ram by at least {format_bytes(needed - room)}, or gather fewer "
+        "parameters at a time."
     )
 
 

@@ -42,6 +42,8 @@ class Moves:
         """What may be held whatever the limit is at this moment: one function's needs."""
         self.relieve: Callable[[int], bool] | None = None
         """When no chunk can leave: makes room otherwise, and says whether that was of use."""
+        self.must_have_room = False
+        """While closing, values come before the budget: what no eviction frees is granted."""
 
     # -- moving down ------------------------------------------------------------------------------
 
@@ -64,22 +66,32 @@ class Moves:
         return max(1, nbytes - (limit - self.ledger.used_bytes) - self.pool.idle_bytes)
 
     def evict_for(self, nbytes: int) -> None:
-        victims = choose_victims(
-            candidates(self.chunks.values(), self.trace), self.missing_bytes(nbytes)
-        )
-        if victims is None and self.relieve is not None and self.relieve(nbytes):
+        try:
+            victims = choose_victims(
+                candidates(self.chunks.values(), self.trace), self.missing_bytes(nbytes)
+            )
+            if victims is None:
+                self._make_room_otherwise(nbytes)
+                return
+            for key in victims:
+                self.start_write(self.chunks[key])
+            for key in victims:
+                self.evict(self.chunks[key])
+        except (BudgetError, DiskError):
+            if not self.must_have_room:
+                raise
+            limit = self.ledger.limit_bytes or 0
+            self.ledger.limit_bytes = limit + self.missing_bytes(nbytes)
+
+    def _make_room_otherwise(self, nbytes: int) -> None:
+        """No chunk can leave: others make room, or what one function needs is granted."""
+        if self.relieve is not None and self.relieve(nbytes):
             return
-        if victims is None:
-            wanted = align_up(nbytes, PAGE_BYTES)
-            needed = self.ledger.used_bytes - self.pool.idle_bytes + wanted
-            if needed > self._guaranteed_bytes:
-                raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
-            self.ledger.limit_bytes = max(needed, self.ledger.limit_bytes or 0)
-            return
-        for key in victims:
-            self.start_write(self.chunks[key])
-        for key in victims:
-            self.evict(self.chunks[key])
+        wanted = align_up(nbytes, PAGE_BYTES)
+        needed = self.ledger.used_bytes - self.pool.idle_bytes + wanted
+        if needed > self._guaranteed_bytes:
+            raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
+        self.ledger.limit_bytes = max(needed, self.ledger.limit_bytes or 0)
 
     def shrink_to_limit(self) -> None:
         """The limit fell below what is held: idle buffers go, then chunks, as far as they can."""

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 
 import torch
 
-from zeepo.chunks.accounts import StoreCounters
+from zeepo.chunks.accounts import StoreCounters, too_much_at_once
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.layout import Layout
 from zeepo.chunks.losses import give_up
@@ -27,6 +27,7 @@ from zeepo.chunks.moves import Moves
 from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
 from zeepo.memory.budget import RamBudget
+from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import Buffer, BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
@@ -157,7 +158,7 @@ class ChunkStore:
             except (DiskError, InternalError) as error:
                 if not self._is_closing:
                     raise
-                self.lost += [(name, error) for name in give_up(chunk)]
+                self.lose(chunk, error)
                 return
             try:
                 self._end_write(chunk)
@@ -175,6 +176,38 @@ class ChunkStore:
             if chunk.is_empty:
                 chunk.clear()
                 chunk.lower_version = -1
+
+    def settle(
+        self, chunk: Chunk, places: dict[int, tuple[torch.UntypedStorage, Reservation]]
+    ) -> None:
+        """Give slots of a leased chunk other memory, filled already; nothing moves it after that.
+
+        Slots that are not named keep the memory they have, which must be their own unless a raw
+        address holds the buffer.
+        """
+        with self.lock:
+            self._end_write(chunk)
+            for index, (place, reservation) in places.items():
+                storage = chunk.storages[index]
+                assert storage is not None
+                swap_memory(storage, place)
+                before = chunk.own_memory.pop(index, None)
+                if before is not None:
+                    before.release()
+                chunk.own_memory[index] = reservation
+            if chunk.buffer is not None and not chunk.raw_holds:
+                chunk.buffer.release()
+                chunk.buffer = None
+            if chunk.extent is not None and chunk.home is not None:
+                chunk.home.free(chunk.extent)
+            chunk.extent = chunk.home = None
+            chunk.is_resident = True
+            chunk.lower_version = -1
+
+    def lose(self, chunk: Chunk, error: Exception) -> None:
+        """While closing: what of a chunk is not in memory cannot be had any more."""
+        with self.lock:
+            self.lost += [(name, error) for name in give_up(chunk)]
 
     def mark_changed(self, chunk: Chunk) -> None:
         """The resident bytes of a leased chunk were changed."""
@@ -284,6 +317,13 @@ class ChunkStore:
                 "(clone(), state_dict()) made before the fork, or start it with spawn."
             )
 
+    def check_room_for(self, chunks: Sequence[Chunk]) -> None:
+        """Raise `BudgetError`, before anything is moved, unless chunks can be resident at once."""
+        with self.lock:
+            message = too_much_at_once(self._moves.chunks.values(), self.ledger, chunks)
+            if message is not None:
+                raise BudgetError(message)
+
     def make_room(self, nbytes: int) -> None:
         """Evict until torch may take `nbytes` more; BudgetError when leases forbid it."""
         with self.lock:
@@ -295,13 +335,19 @@ class ChunkStore:
             self._moves.settle(chunk)
 
     def begin_closing(self) -> None:
-        """Every lease is over, nothing is read ahead, and what cannot be read is given up."""
+        """Every lease is over, nothing is read ahead, and what cannot be read is given up.
+
+        The budget holds as long as values can be kept inside it. A chunk to which somebody has a
+        raw address stays where it is.
+        """
         with self.lock:
             self._is_closing = True
             self._prefetch_enabled = False
-            self.ledger.limit_bytes = None
+            self._moves.must_have_room = True
             for chunk in self._moves.chunks.values():
                 chunk.leases = 0
+                if chunk.raw_holds:
+                    chunk.home = None
 
     def give_up(self, chunks: Iterable[Chunk], error: Exception) -> None:
         """While closing: the current values of these chunks cannot be had any more."""

@@ -8,11 +8,13 @@ pieces.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore
+from zeepo.errors import InternalError
 from zeepo.memory.tier import Describe, Extent
 
 
@@ -42,6 +44,32 @@ class PartsTier:
     def __init__(self, store: ChunkStore, parts: Sequence[Part]):
         self._store = store
         self._parts = parts
+
+    @property
+    def part_bytes(self) -> int:
+        """The most that reading it in a stream has in memory at once."""
+        return max(part.chunk.layout.nbytes for part in self._parts)
+
+    def chunks(self) -> list[Chunk]:
+        return [part.chunk for part in self._parts]
+
+    def stream(self) -> Iterator[tuple[int, memoryview]]:
+        """The whole, part by part as (offset, bytes), each leased while it is handed out."""
+        for part in self._parts:
+            self._store.lease([part.chunk])
+            try:
+                storage = part.chunk.storages[part.index]
+                if storage is None:
+                    raise InternalError(f"{part.chunk.label} is lost")
+                yield part.offset_bytes, memory_of(storage)
+            finally:
+                self._store.release([part.chunk])
+
+    def drop_parts(self) -> None:
+        """The whole has its bytes elsewhere: forget them here."""
+        for part in self._parts:
+            self._store.drop(part.chunk, part.index)
+            self._store.settle(part.chunk, {})
 
     def allocate(self, label: str, nbytes: int, describe: Describe | None = None) -> Extent:
         return Extent(label, nbytes, describe)

@@ -38,6 +38,7 @@ class Manager(Protocol):
     def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None: ...
     def read_grad(self, home: Home) -> Tensor | None: ...
     def write_grad(self, home: Home, value: Tensor | None) -> None: ...
+    def copy_of(self, home: Home, tensor: Tensor) -> Tensor: ...
     def copied(self, original: Home, copy: Tensor) -> None: ...
     def hand_over(self, parameter: nn.Parameter) -> Home: ...
 
@@ -218,8 +219,12 @@ def write_autograd_grad(tensor: Tensor, value: Tensor | None) -> None:
 
 def ordinary_copy(tensor: Tensor) -> Tensor:
     """An ordinary tensor (or parameter) with a copy of the values."""
+    home = home_of(tensor)
     with torch.no_grad():
-        copy = tensor.detach().clone(memory_format=torch.preserve_format)
+        if home is None or home.manager is None:
+            copy = tensor.detach().clone(memory_format=torch.preserve_format)
+        else:
+            copy = home.manager.copy_of(home, tensor)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
@@ -279,6 +284,20 @@ def _raw_address(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) 
     return home.manager.run(func, args, kwargs, managed)
 
 
+def _detached(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
+    """A view needs no bytes: `state_dict()` makes one of each parameter."""
+    home = home_of(managed[0])
+    assert home is not None
+    assert home.manager is not None
+    is_watched = torch._C._functorch.maybe_current_level() is not None
+    if is_watched or torch._C._len_torch_dispatch_stack():
+        return home.manager.run(func, args, kwargs, managed)
+    with plain_torch():
+        view = func(*args, **kwargs)
+    mark_managed(view, home)
+    return view
+
+
 def _set_data(func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
     target, value = args
     home = home_of(target)
@@ -329,6 +348,7 @@ def _specialise(owner: Any, names: str, handler: Callable[..., Any]) -> None:
 _specialise(
     torch, "cat concat concatenate stack hstack vstack dstack row_stack column_stack", _joined
 )
+_specialise(Tensor, "detach", _detached)
 _specialise(Tensor, "numpy __array__", _raw_object)
 _specialise(Tensor, "__dlpack__", _dlpack)
 _specialise(

@@ -19,6 +19,7 @@ from zeepo.chunks.storages import address, fills_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.engine.assembly import PartsTier
 from zeepo.engine.backward import NodeLeases, tensors_in
+from zeepo.engine.copies import Copies
 from zeepo.engine.gradients import Gradients
 from zeepo.engine.managed import (
     Home,
@@ -51,6 +52,7 @@ class Manager:
         """PARAM chunk key -> its GRAD chunk."""
         self.gradients = Gradients(self, store, self.grad_chunk)
         self.node_leases = NodeLeases(store, self.by_storage)
+        self.copies = Copies(store)
         self._until_step: list[Chunk] = []
         self._ended_raw_leases: deque[Chunk] = deque()
         self._hook_handles: dict[int, Any] = {}
@@ -152,6 +154,7 @@ class Manager:
         self.node_leases.give_back_stale()
         if self._ended_raw_leases:
             self._drain_raw_leases()
+        self.copies.count_out_ended()
         homes = [home for home in map(home_of, managed) if home is not None]
         chunks = list({home.chunk.key: home.chunk for home in homes}.values())
         with plain_torch():
@@ -297,21 +300,29 @@ class Manager:
         finally:
             self.store.release([home.chunk])
 
+    def copy_of(self, home: Home, tensor: Tensor) -> Tensor:
+        """An ordinary copy that outlives the call: inside the budget, or on disk."""
+        return self.copies.make(home, tensor)
+
     def copied(self, original: Home, copy: Tensor) -> None:
         """A deep copy was made: an ordinary tensor."""
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def give_back(self) -> None:
-        """Every managed tensor becomes ordinary again, with its current values."""
+    def stop_watching(self) -> None:
+        """Take in the last gradients; no more are expected."""
         self.node_leases.give_back_stale()
         self.end_raw_leases()
         for handle in self._hook_handles.values():
             handle.remove()
         for home in self.homes.values():
+            self.gradients.absorb(home)
+
+    def give_back(self) -> None:
+        """Every managed tensor becomes ordinary again, with its current values."""
+        for home in self.homes.values():
             p = home.parameter
             assert p is not None
-            self.gradients.absorb(home)
             grad, home.grad = home.grad, None
             self.store.free_from_store(home.chunk, home.index)
             home.manager = None

@@ -26,6 +26,7 @@ from zeepo.engine.adoption import (
     refuse_unmanageable,
     split_by_trainable,
 )
+from zeepo.engine.closing import Closing
 from zeepo.engine.estimate import FirstForward
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
@@ -48,6 +49,7 @@ from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
+from zeepo.memory.reclaimable import ReclaimableSpace
 from zeepo.memory.tier import Tier
 from zeepo.planner.machine import resident_growth_bytes
 from zeepo.planner.plan import TORCH_GROWTH_BYTES, Plan
@@ -93,13 +95,16 @@ class Session:
         self._disk: DiskTier | None = None
         if options.disk and "disk" in self.plan.placement.values():
             self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
+        space = None if self._disk is None else ReclaimableSpace(self._disk)
         self._store = ChunkStore(
             self._pool,
             prefetch=tuning().prefetch,
             guaranteed_bytes=self.plan.guaranteed_bytes,
         )
         self._manager = Manager(self._store, self._home_tiers())
-        if self._disk is not None:
+        self._closing = Closing(self._store, space)
+        if space is not None:
+            self._manager.copies.use_disk(space, self.plan.guaranteed_bytes)
             self._store.budget = RamBudget(
                 self._pool,
                 self.plan.ram,
@@ -125,7 +130,7 @@ class Session:
             if tuning().estimate and not any(map(is_compiled, self._all_modules())):
                 self._first_forward = FirstForward(self._models, self._plan_for_batch)
         except BaseException:
-            with contextlib.suppress(CorruptionError):  # the first error is the one to tell
+            with contextlib.suppress(DiskError):  # the first error is the one to tell
                 self._give_everything_back()
             raise
 
@@ -255,6 +260,7 @@ class Session:
             home = self._manager.home(p)
             if home is not None:
                 chunks[home.chunk.key] = home.chunk
+        self._store.check_room_for(list(chunks.values()))
         for step in self._steps:  # while the block holds its leases there may be no room for them
             step.finish_put_off()
         self._store.lease(list(chunks.values()))
@@ -308,10 +314,13 @@ class Session:
     def close(self) -> None:
         """Give everything back as ordinary tensors with their current values. Twice is harmless.
 
-        What cannot be read from disk any more is filled with NaN, and CorruptionError says so.
+        What does not fit into the budget is mapped from unlinked files on the disk. What cannot be
+        read from disk any more is filled with NaN, and CorruptionError says so. DiskError when the
+        disk has no room for the mappings: the session stays open, and close can be tried again.
         """
         if not self._closed:
             self._store.check_process()
+            self._closing.check()
             self._telemetry.closing()
             try:
                 self._give_everything_back()
@@ -322,7 +331,8 @@ class Session:
         self._closed = True
         with self._interrupts.held():
             try:
-                self._store.begin_closing()
+                self._manager.end_raw_leases()
+                self._closing.begin()
                 self._stop_watching()
                 self._regions.remove()
                 if self._activations is not None:
@@ -331,6 +341,8 @@ class Session:
                 self._manager.node_leases.forget_all()
                 for step in self._steps:
                     step.finish_or_give_up()
+                self._manager.stop_watching()
+                self._closing.settle_all()
                 for step in self._steps:
                     step.states.give_back()
                 self._manager.give_back()
@@ -339,6 +351,9 @@ class Session:
                 self._tear_down()
         if self._store.lost:
             raise CorruptionError(loss_message(self._store.lost)) from self._store.lost[0][1]
+        failure = self._closing.failure()
+        if failure is not None:
+            raise failure
 
     def _tear_down(self) -> None:
         for interception in self._interceptions:
@@ -351,6 +366,8 @@ class Session:
             self._disk.close()
         self._pool.trim()
         self._interrupts.remove()
+        # A closed session may be remembered for long; what it trained is the user's alone.
+        self._models, self._optimizers, self._steps, self._interceptions = [], [], [], []
 
     def __enter__(self) -> Session:
         self._check_open("__enter__")

@@ -148,6 +148,14 @@ class DiskTier:
             self._num_pending_frees += 1
         self._queue.submit(own.lane, (), exclusive=True, on_done=partial(self._give_back, own))
 
+    def reclaim(self) -> None:
+        """Give the room of what was freed back to the file systems, where they take it."""
+        with self._changed:
+            while self._num_pending_frees:
+                self._changed.wait()
+            for directory in self.directories:
+                directory.reclaim()
+
     def close(self) -> None:
         """Fail what is not started, join the threads, remove the scratch folders. Idempotent."""
         self._finalizer()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeepo.errors import CorruptionError, DiskError
-from zeepo.memory.mapping import PAGE_BYTES, Mapping
+from zeepo.memory.mapping import PAGE_BYTES, Mapping, map_file
 from zeepo.units import format_bytes
 
 _FALLOC_FL_KEEP_SIZE = 1
@@ -28,6 +28,7 @@ _ADVICE = {
     errno.ENOTDIR: "Give a directory, not a file.",
     errno.EIO: "The device reported an error: look at the kernel log (dmesg), use another disk.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENOMEM: "The system allows no more mappings: raise vm.max_map_count.",
     errno.EFBIG: "The file size limit is too low (ulimit -f) for this file system.",
 }
 
@@ -105,6 +106,23 @@ class ScratchFile:
 
     def flush(self) -> None:
         os.fdatasync(self._fd)
+
+    def leave_cache(self) -> None:
+        """Have everything written on disk and out of the page cache, which counts as memory."""
+        if self.alignment_bytes > 1:
+            return
+        try:
+            self.flush()
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise disk_error(f"flush {self.path}", self.path, error) from error
+
+    def map_privately(self, nbytes: int) -> "ctypes.Array[ctypes.c_char]":
+        """The first `nbytes` as writable memory; what is written there never reaches the file."""
+        try:
+            return map_file(self._fd, nbytes)
+        except OSError as error:
+            raise disk_error(f"map {self.path}", self.path, error) from error
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -1,4 +1,4 @@
-"""Anonymous private memory at an aligned address, and the address of any buffer.
+"""Private memory, anonymous at an aligned address or of a file, and the address of any buffer.
 
 Invariant: a mapping is returned to the system only when nothing refers to it any more, neither the
 `Mapping` nor any memoryview or tensor made from it; so no view can ever point at unmapped memory.
@@ -9,6 +9,7 @@ Python's `mmap(-1, n)` is shared memory and gets no huge pages, hence the explic
 import contextlib
 import ctypes
 import mmap
+import weakref
 
 import numpy as np
 
@@ -18,6 +19,7 @@ HUGE_PAGE_BYTES = 2 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MOVE_TO_FIXED_KEEPING_OLD = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 _MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def _move_pages(source: int, target: int, nbytes: int) -> bool:
@@ -49,6 +51,24 @@ def address_of(view: memoryview) -> int:
     if view.nbytes == 0:
         return 0
     return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
+
+
+def map_file(fd: int, nbytes: int) -> "ctypes.Array[ctypes.c_char]":
+    """A private mapping of a file's first `nbytes`, until nothing refers to the array any more.
+
+    Python's own `mmap` keeps a file descriptor open for each mapping.
+    """
+    remap = _LIBC.mmap
+    remap.restype = ctypes.c_void_p
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    size, start = ctypes.c_size_t(nbytes), ctypes.c_size_t(0)
+    address = remap(None, size, access, mmap.MAP_PRIVATE, fd, start)
+    if address is None or address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), "the file could not be mapped")
+    area = (ctypes.c_char * nbytes).from_address(address)
+    unmap = weakref.finalize(area, _LIBC.munmap, ctypes.c_void_p(address), size)
+    unmap.atexit = False  # what still uses it then goes with the process
+    return area
 
 
 class Mapping:

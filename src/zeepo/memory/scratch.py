@@ -1,8 +1,9 @@
 """The folder a session keeps on a disk, and what earlier sessions left behind.
 
 `zeepo-scratch-<pid>-<random>/` holds `lock` (flocked for the session's life), `owner.json` (pid,
-start time, host) and `chunks.bin`. Invariant: a folder is removed only by the process that made
-it, or by one that holds its lock, which nobody can while the maker (or a child it forked) lives.
+start time, host) and `chunks.bin`; `whole.bin` is there for a moment, until it is unlinked.
+Invariant: a folder is removed only by the process that made it, or by one that holds its lock,
+which nobody can while the maker (or a child it forked) lives.
 A folder with any other name, without our owner file, or with a file we do not know, is left
 alone; symbolic links are never followed.
 """
@@ -25,7 +26,9 @@ _NAME = re.compile(r"zeepo-scratch-[0-9]+-[0-9a-f]{16}")
 _LOCK = "lock"
 _OWNER = "owner.json"
 _CHUNKS = "chunks.bin"
-_KNOWN_FILES = frozenset({_LOCK, _OWNER, _CHUNKS})
+_WHOLE = "whole.bin"
+# The lock goes last: until then a second cleaner finds it held.
+_KNOWN_FILES = (_WHOLE, _CHUNKS, _OWNER, _LOCK)
 
 
 class ScratchFolder:
@@ -35,6 +38,7 @@ class ScratchFolder:
         self._owner_pid = os.getpid()
         self.path = directory / f"zeepo-scratch-{self._owner_pid}-{secrets.token_hex(8)}"
         self.chunks_path = self.path / _CHUNKS
+        self.whole_path = self.path / _WHOLE
         try:
             self.path.mkdir(mode=0o700)
         except OSError as error:
@@ -61,7 +65,7 @@ class ScratchFolder:
         """Delete the folder. Does nothing a second time, or in a forked child."""
         if self._lock_fd < 0 or os.getpid() != self._owner_pid:
             return
-        for name in (_CHUNKS, _OWNER, _LOCK):
+        for name in _KNOWN_FILES:
             (self.path / name).unlink(missing_ok=True)
         # Gone already, or someone put a file of their own there: theirs to keep.
         with contextlib.suppress(OSError):
@@ -115,8 +119,7 @@ def _remove_if_dead(folder: Path) -> bool:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_ours(folder_fd):
                 return False
-            # The lock goes last: until then a second cleaner finds it held.
-            for name in (_CHUNKS, _OWNER, _LOCK):
+            for name in _KNOWN_FILES:
                 try:
                     os.unlink(name, dir_fd=folder_fd)
                 except FileNotFoundError:
@@ -132,7 +135,7 @@ def _remove_if_dead(folder: Path) -> bool:
 def _is_ours(folder_fd: int) -> bool:
     """Whether a folder holds our owner file, and only plain files that we make."""
     names = set(os.listdir(folder_fd))
-    if _OWNER not in names or not names <= _KNOWN_FILES:
+    if _OWNER not in names or not names <= set(_KNOWN_FILES):
         return False
     for name in names:
         status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
