@@ -353,7 +353,10 @@ def _refuse_unsupported(options: Options, given: Mapping[str, _Given], num_ranks
         "durable": (options.durable, "Use durable=False and save checkpoints yourself"),
         "resume": (options.resume is not None, "Leave resume out"),
         "precision": (options.precision is not None, "Leave precision out and cast the model"),
-        "activations": (options.activations not in ("auto", "ram"), "Use 'auto' or 'ram'"),
+        "activations": (
+            options.activations not in ("auto", "ram", "recompute"),
+            "Use 'auto', 'ram' or 'recompute'",
+        ),
         "device_memory": (options.device_memory is not None, "Leave device_memory out"),
         "params": (options.params == "device", "Use 'auto', 'ram' or 'disk'"),
         "grads": (options.grads == "device", "Use 'auto', 'ram' or 'disk'"),

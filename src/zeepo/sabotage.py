@@ -25,6 +25,8 @@ SITES: dict[str, str] = {
     "update.skip": "one chunk's update is skipped",
     "update.late": "an update that was put off is not done when its chunk is used",
     "recipe.copy": "a learning rate kept in a tensor is not copied when a step fixes it",
+    "recompute.random": "a recomputation draws other random numbers than the forward did",
+    "recompute.modules": "a recomputation changes the module's buffers a second time",
     "zero.keep": "zero_grad leaves the old gradient in its slot",
 }
 

@@ -79,7 +79,7 @@ NAMES = [
 RUNS = [
     pytest.param(name, placement, marks=_mark(name, placement), id=f"{name}-{placement}")
     for name, case in CASES.items()
-    for placement in case.placements
+    for placement in case.every_placement
 ]
 
 

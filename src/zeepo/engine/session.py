@@ -26,6 +26,7 @@ from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager
+from zeepo.engine.recompute import Recompute
 from zeepo.engine.regions import Regions
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
@@ -96,11 +97,14 @@ class Session:
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
         self._regions = Regions(self._manager)
+        self._recompute = Recompute()
         try:
             self._adopt_units(units)
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
             self._regions.install(self._models)
+            if options.activations == "recompute":
+                self._recompute.install(self._models)
         except BaseException:
             with contextlib.suppress(CorruptionError):  # the first error is the one to tell
                 self._give_everything_back()
@@ -257,6 +261,7 @@ class Session:
         with self._interrupts.held():
             try:
                 self._store.begin_closing()
+                self._recompute.remove()  # before the regions: both patch classes, this one last
                 self._regions.remove()
                 self._manager.node_leases.forget_all()
                 for step in self._steps:
@@ -273,6 +278,7 @@ class Session:
     def _tear_down(self) -> None:
         for interception in self._interceptions:
             interception.remove()
+        self._recompute.remove()
         self._regions.remove()
         self._manager.abandon()
         if self._disk is not None:
