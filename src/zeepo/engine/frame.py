@@ -115,7 +115,8 @@ class Arguments:
 
     def _as_before(self, held: Tensor) -> Tensor:
         """A clone of a leaf, because what requires a gradient must not be one to be changed."""
-        return self._before[id(held)].requires_grad_(held.requires_grad).clone()
+        with torch.enable_grad():
+            return self._before[id(held)].requires_grad_(held.requires_grad).clone()
 
     def _current_versions(self) -> list[int]:
         with plain_torch():

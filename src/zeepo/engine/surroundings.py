@@ -71,9 +71,10 @@ class Surroundings:
     def settle(self) -> None:
         """After the forward: copies of large buffers that it did not change are not needed."""
         for key, (buffer, before) in self._buffers.items():
-            is_large = before is not None and before.nbytes > SMALL_BUFFER_BYTES
+            if before is None or before.nbytes <= SMALL_BUFFER_BYTES:
+                continue
             # By value: BatchNorm's kernels do not count their changes of running statistics.
-            if is_large and buffer.layout is torch.strided and torch.equal(buffer, before):
+            if buffer.layout is torch.strided and torch.equal(buffer, before):
                 self._buffers[key] = (buffer, None)
 
     @contextmanager
