@@ -39,10 +39,21 @@ class NodeLeases:
         self._held: list[tuple[int, _NodeLease]] = []
         """With the thread whose backward holds it."""
 
-    def attach(self, node: Any, chunks: Sequence[Chunk]) -> None:
+    def attach(self, node: Any, chunks: Sequence[Chunk]) -> _NodeLease:
         lease = _NodeLease(self, tuple(chunks))
         node.register_prehook(lease.before)
         node.register_hook(lease.after)
+        return lease
+
+    def attach_to_running(self, chunks: Sequence[Chunk]) -> None:
+        """Lease for the node that is running, if it is one written in Python, from now on.
+
+        What such a node saved is seen only here when somebody has packed it: calling the function
+        is not a function of torch's, so nothing was attached in forward.
+        """
+        node: Any = torch._C._current_autograd_node()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            self.enter(self.attach(node, chunks))
 
     def attach_to_new(
         self, tensors: Iterable[Tensor], first_node: int, touched: Sequence[Chunk]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeepo.chunks.storages import address
-from zeepo.engine.managed import home_of, plain_torch
+from zeepo.engine.managed import Home, home_of, plain_torch
 from zeepo.engine.structures import StructureCopy
 from zeepo.engine.surroundings import Surroundings
 from zeepo.errors import UnsupportedError
@@ -51,16 +51,23 @@ class _Dropped:
 class _Kept:
     """A tensor in memory that lives on without the graph."""
 
-    __slots__ = ("label", "tensor", "version")
+    __slots__ = ("home", "is_leased", "label", "tensor", "version")
 
-    def __init__(self, label: str, tensor: Tensor):
+    def __init__(self, label: str, tensor: Tensor, home: Home | None):
         self.label = label
         self.tensor = tensor.detach()
         self.version = _version(tensor)
+        self.home = home
+        """Where its bytes belong, if it is managed."""
+        self.is_leased = False
+        """Whether the node it was saved for leases it. Only one written in Python does not: its
+        backward sees an ordinary tensor instead of the managed one that it would see plainly."""
 
     def unpack(self) -> Tensor:
-        with plain_torch():
-            _refuse_changed(_version(self.tensor) != self.version, self.label, self.tensor)
+        if self.home is not None and self.home.manager is not None and not self.is_leased:
+            self.home.manager.lease_for_running_function(self.home)
+            self.is_leased = True
+        _refuse_changed(_version(self.tensor) != self.version, self.label, self.tensor)
         return self.tensor
 
 
@@ -145,7 +152,10 @@ class Frame:
         with plain_torch():
             surroundings = self._surroundings
             held = (*arguments.tensors, *surroundings.parameters, *surroundings.buffers)
-            self._in_memory = {address(t.untyped_storage()) for t in held if _is_dense(t)}
+            self._in_memory: dict[int, Home | None] = {
+                address(t.untyped_storage()): home_of(t) for t in held if _is_dense(t)
+            }
+            """Storage of what lives on without the graph -> its home, if it is managed."""
 
     # -- the forward ------------------------------------------------------------------------------
 
@@ -182,8 +192,9 @@ class Frame:
         with plain_torch():
             number = len(self._shapes)
             self._shapes.append((tensor.shape, tensor.dtype))
-            if _is_dense(tensor) and address(tensor.untyped_storage()) in self._in_memory:
-                return _Kept(self._label, tensor)
+            storage = address(tensor.untyped_storage()) if _is_dense(tensor) else 0
+            if storage in self._in_memory:
+                return _Kept(self._label, tensor, self._in_memory[storage])
             dropped = _Dropped(self)
             self._numbers[dropped] = number
             return dropped

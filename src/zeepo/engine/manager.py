@@ -231,6 +231,10 @@ class Manager:
             home.chunk.raw_holds += 1
             self._until_step.append(home.chunk)
 
+    def lease_for_running_function(self, home: Home) -> None:
+        """Called while backward runs a user's autograd.Function: lease until it is done."""
+        self.node_leases.attach_to_running([home.chunk])
+
     @staticmethod
     def _refuse_raw_access_in_pieces(home: Home) -> None:
         if isinstance(home.chunk.home, PartsTier):
