@@ -39,7 +39,7 @@ from zeepo.engine.tuning import tuned
 from zeepo.memory.block_io import BlockIO
 from zeepo.sabotage import sabotage
 
-CHILD_SECONDS = 25
+CHILD_SECONDS = 50
 NUM_CHILDREN = 2
 NOT_BY_NUMBERS = "every number is right, but:"
 

@@ -69,7 +69,7 @@ class Bottleneck(nn.Module):
 @case("bottlenecks", placements=("disk",))  # too small to leave ram in part
 def bottlenecks(start: Start) -> Observations:
     """A small ResNet; its statistics are used between the steps."""
-    stages = [nn.Sequential(*(Bottleneck(13, 9) for _ in range(count))) for count in (2, 5)]
+    stages = [nn.Sequential(*(Bottleneck(13, 9) for _ in range(count))) for count in (1, 3)]
     model = nn.Sequential(nn.Conv2d(3, 13, 3), nn.BatchNorm2d(13), nn.ReLU(inplace=True), *stages)
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(13, OUTPUTS))
     model.extend(head)
