@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import io
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -622,3 +624,49 @@ def test_no_gradients_no_recomputation() -> None:
         with torch.inference_mode():
             model(torch.randn(5, 3))
         assert len(forwards) == 8
+
+
+def test_models_found_at_their_first_forward() -> None:
+    model = Net(Block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeepo.init(ram="1GiB", activations="recompute"):
+        forwards.clear()
+        model(torch.randn(5, 3)).backward()
+        optimizer.step()
+    assert len(forwards) == 8
+
+
+class Alarm(Exception):
+    """What the signal handler raises."""
+
+
+@pytest.mark.parametrize("phase", ["forward", "recomputation"])
+def test_interrupted_at_once_and_left_as_it_was(phase: str) -> None:
+    class Slow(Block):
+        def inner(self, x: Tensor) -> Tensor:
+            is_again = torch._C._current_graph_task_id() != -1
+            while is_slow and is_again == (phase == "recomputation"):
+                time.sleep(0.001)
+            return super().inner(x)
+
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    is_slow = True
+    model = Net(Slow)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attributes = [module.__dict__ for module in model.modules()]
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        with zeepo.init(model, optimizer, ram="1GiB", activations="recompute"):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            began = time.monotonic()
+            with pytest.raises(Alarm):
+                model(torch.randn(5, 3)).backward()
+            assert time.monotonic() - began < 5
+            assert all(m.__dict__ is d for m, d in zip(model.modules(), attributes, strict=True))
+            is_slow = False
+            model(torch.randn(5, 3)).backward()
+            optimizer.step()
+    finally:
+        signal.signal(signal.SIGALRM, previous)

@@ -85,12 +85,20 @@ def test_nothing_to_save(model: nn.Module) -> None:
     assert names(model) == []
 
 
-def test_what_is_left_alone_is_in_no_segment() -> None:
+@pytest.mark.parametrize("path", ["blocks.3", "blocks.3.up"])
+def test_what_is_left_alone_is_in_no_segment(path: str) -> None:
     model = Model(*(Block() for _ in range(8)))
-    alone = model.blocks[3]
+    alone = model.get_submodule(path)
     segments = find_segments(model, lambda module: module is alone)
-    assert [segment.name for segment in segments if segment.owner is alone] == []
-    assert len(segments) == 7
+    assert [s.name for s in segments] == [f"blocks.{number}" for number in range(8) if number != 3]
+
+
+def test_what_is_left_alone_ends_a_run() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    segments = find_segments(model, lambda module: module is model[17])
+    inside = [m for segment in segments for m in segment.modules]
+    assert model[17] not in inside
+    assert len(inside) >= 38
 
 
 def _trees() -> st.SearchStrategy[nn.Module]:

@@ -28,6 +28,8 @@ _CONSTANTS: tuple[type, ...] = (
     *(enum.Enum, nn.Module, functools.partial, numpy.dtype, numpy.generic),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
 )
+_PLAIN_CONSTANTS = frozenset({type(None), bool, int, float, str})
+"""Most values; asked for first because it is faster."""
 _RANDOM: tuple[type, ...] = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
@@ -45,7 +47,7 @@ class StructureCopy:
         self._copies: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
-        if isinstance(value, _CONSTANTS):
+        if type(value) in _PLAIN_CONSTANTS or isinstance(value, _CONSTANTS):
             return value
         known = self._copies.get(id(value), self)
         if known is self:

@@ -49,7 +49,7 @@ class Surroundings:
         self._buffers: dict[int, tuple[Tensor, Tensor | None]] = {}
         """id of a buffer -> itself, and a copy unless the forward left it alone."""
         attributes = StructureCopy(self._keep, objects=False)
-        self._attributes = [(module, _copied(module, attributes)) for module in modules]
+        self._attributes = [(module, _copied(module.__dict__, attributes)) for module in modules]
         self.parameters = list(
             {id(p): p for m in modules for p in m._parameters.values() if p is not None}.values()
         )
@@ -90,7 +90,7 @@ class Surroundings:
             _set_trainable(self.parameters, self._trainable)
             for module, attributes in self._attributes:
                 if not sabotaged("recompute.modules"):
-                    _set_dict(module, {name: fresh.of(item) for name, item in attributes.items()})
+                    _set_dict(module, _copied(attributes, fresh))
             _apply(self._settings)
             if not sabotaged("recompute.random"):
                 self._random.apply()
@@ -123,10 +123,9 @@ class _RandomState:
         numpy.random.set_state(self._numpy)
 
 
-def _copied(module: nn.Module, copies: StructureCopy) -> dict[str, Any]:
+def _copied(attributes: dict[str, Any], copies: StructureCopy) -> dict[str, Any]:
     return {
-        name: value if name in _HOOKS else copies.of(value)
-        for name, value in module.__dict__.items()
+        name: value if name in _HOOKS else copies.of(value) for name, value in attributes.items()
     }
 
 

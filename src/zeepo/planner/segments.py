@@ -46,12 +46,13 @@ def runs_in_order(module: nn.Module) -> bool:
 def find_segments(
     model: nn.Module, is_left_alone: Callable[[nn.Module], bool] = lambda _: False
 ) -> list[Segment]:
-    """The cheapest set of segments; nothing at or below what `is_left_alone` is among them."""
+    """The cheapest set of segments; what `is_left_alone` is neither in one nor has one inside."""
     sizes: dict[int, int] = {}
+    split = {id(m) for m in model.modules() if any(map(is_left_alone, m.modules()))}
     lowest = _measure(model, sizes)
     best: list[Segment] = []
     for limit in sorted({*sizes.values(), *range(SMALLEST_SEGMENT, _SIZES_TRIED)}):
-        cut = _Cut(sizes, limit, is_left_alone)
+        cut = _Cut(sizes, limit, is_left_alone, split)
         cut.visit("", model, is_root=True)
         if cut.cost < lowest:
             best, lowest = cut.segments, cut.cost
@@ -76,12 +77,18 @@ class _Cut:
     """The outermost segments of at most `limit` layers."""
 
     def __init__(
-        self, sizes: dict[int, int], limit: int, is_left_alone: Callable[[nn.Module], bool]
+        self,
+        sizes: dict[int, int],
+        limit: int,
+        is_left_alone: Callable[[nn.Module], bool],
+        split: set[int],
     ):
         self.segments: list[Segment] = []
         self._sizes = sizes
         self._limit = limit
         self._is_left_alone = is_left_alone
+        self._split = split
+        """Ids of modules that cannot be in one segment, because of what is inside."""
         self._seen: set[int] = set()
         self._outside = 0
         self._largest = 0
@@ -97,7 +104,7 @@ class _Cut:
         size = self._sizes[id(module)]
         if self._is_left_alone(module):
             self._outside += size
-        elif not is_root and self._fits(size) and _can_be_segment(module):
+        elif not is_root and self._fits(module) and _can_be_segment(module):
             self._add(Segment(name, module, (module,)))
         elif runs_in_order(module) and len(list(module.children())) == len(module._modules):
             for run in self._runs(list(module.named_children())):
@@ -115,8 +122,9 @@ class _Cut:
         else:
             self._add(Segment(f"{label}..{last}", owner, tuple(child for _, child in run)))
 
-    def _fits(self, size: int) -> bool:
-        return SMALLEST_SEGMENT <= size <= self._limit
+    def _fits(self, module: nn.Module) -> bool:
+        is_whole = id(module) not in self._split
+        return is_whole and SMALLEST_SEGMENT <= self._sizes[id(module)] <= self._limit
 
     def _add(self, segment: Segment) -> None:
         self.segments.append(segment)
@@ -132,7 +140,7 @@ class _Cut:
         run_size: int | None = None
         for number, (_, child) in enumerate(children):
             size = self._sizes[id(child)]
-            is_alone = size > self._limit or self._is_left_alone(child)
+            is_alone = size > self._limit or id(child) in self._split
             if is_alone or run_size is None:
                 starts.append(number)
                 run_size = None if is_alone else size
