@@ -103,6 +103,10 @@ class Arguments:
         """Before the forward: it may change its arguments."""
         self._before = {key: held.detach().clone() for key, held in self._held.items()}
 
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._before)
+
     def are_changed(self) -> bool:
         return self._versions != self._current_versions()
 
@@ -114,7 +118,7 @@ class Arguments:
 
     def again(self, label: str) -> tuple[Any, Any]:
         """The arguments as they were before the forward."""
-        if self._before:
+        if self.has_copies:
             return StructureCopy(self._as_before, objects=True).of(self._structure)  # type: ignore[no-any-return]
         for held, version in zip(self.tensors, self._versions, strict=True):
             _refuse_changed(_version(held) != version, label, held)
@@ -186,7 +190,7 @@ class Frame:
 
     @property
     def changes_arguments(self) -> bool:
-        return bool(self._arguments._before)
+        return self._arguments.has_copies
 
     def _pack(self, tensor: Tensor) -> _Kept | _Dropped:
         with plain_torch():

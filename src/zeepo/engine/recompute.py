@@ -91,12 +91,12 @@ class _Runner:
         self.name = segment.name
         self.obstacle = ""
         """Why it was last run plainly although gradients were recorded; empty if it was not."""
-        self._segment = segment
+        self.segment = segment
         self._may_change_arguments = True
         """Until a call has shown that it does not."""
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        inside = [inner for module in self._segment.modules for inner in module.modules()]
+        inside = [inner for module in self.segment.modules for inner in module.modules()]
         self.obstacle = self._hooks_inside(inside)
         if self.obstacle:
             return call(*args, **kwargs)
@@ -120,7 +120,7 @@ class _Runner:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "there are hooks for all modules of the process"
         for module in inside:
-            is_outside = module is self._segment.owner
+            is_outside = module is self.segment.owner
             if not is_outside and (module._forward_hooks or module._forward_pre_hooks):
                 hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
                 if not all(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks):
@@ -138,7 +138,7 @@ class _Sequence:
         self._starts: dict[int, tuple[_Runner, Segment]] = {}
 
     def add(self, runner: _Runner) -> None:
-        segment = runner._segment
+        segment = runner.segment
         self.runners.append(runner)
         self._starts[id(segment.modules[0])] = (runner, segment)
 
