@@ -29,6 +29,7 @@ from tests.parity import (  # noqa: F401
     cases_backward,
     cases_extra,
     cases_put_off,
+    cases_recompute,
     cases_structure,
     cases_user,
 )
@@ -38,7 +39,7 @@ from zeepo.engine.tuning import tuned
 from zeepo.memory.block_io import BlockIO
 from zeepo.sabotage import sabotage
 
-CHILD_SECONDS = 25
+CHILD_SECONDS = 50
 NUM_CHILDREN = 2
 NOT_BY_NUMBERS = "every number is right, but:"
 
@@ -48,6 +49,7 @@ class Run:
     """A parity case and the circumstances in which it is run."""
 
     case: str
+    placement: str = "disk"
     delay_seconds: float = 0.0
     """How long every transfer waits before it touches memory: shows waits that are missing."""
     extra_bytes: int = 0
@@ -66,15 +68,19 @@ SEVERAL_CALLS = Run("module_called_several_times")
 WRITES = Run("writes_right_after_step", delay_seconds=0.005, extra_bytes=200 << 10, lookahead=1)
 RATE = Run("after_step_rate_in_a_tensor_changes")
 READS = Run("after_step_some_are_read")
+RANDOM = Run("blocks_with_random_numbers", placement="activations_recompute")
+STATISTICS = Run("bottlenecks", placement="activations_recompute")
 
 RUNS: dict[str, list[Run]] = {
     "none": [
         *(PLAIN, PIECES, SLOW, ACCUMULATES, SEVERAL_CALLS),
-        *(WRITES, ROOMY, READS_STATE, RATE, READS),
+        *(WRITES, ROOMY, READS_STATE, RATE, READS, RANDOM, STATISTICS),
     ],
     "recipe.copy": [RATE],
     "update.late": [READS],
     "state.stale": [ROOMY, READS_STATE],
+    "recompute.random": [RANDOM],
+    "recompute.modules": [STATISTICS],
     "fetch.wait": [SLOW],
     "evict.wait": [SLOW],
     "write.clean": [WRITES],
@@ -111,7 +117,7 @@ def try_run(run: Run, scratch: Path) -> str:
         stack.enter_context(tuned(piece_bytes=run.piece_bytes))
         if run.delay_seconds:
             stack.enter_context(slow_disk(run.delay_seconds))
-        report = check(CASES[run.case], "disk", scratch, extra_bytes=run.extra_bytes)
+        report = check(CASES[run.case], run.placement, scratch, extra_bytes=run.extra_bytes)
     if report.passed:
         return ""
     # What is wrong beside the numbers (too few evictions) does not show that parity would notice.

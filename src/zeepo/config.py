@@ -376,8 +376,8 @@ def _refuse_unsupported(options: Options, given: Mapping[str, _Given], num_ranks
         "resume": (options.resume is not None, "Leave resume out"),
         "precision": (options.precision is not None, "Leave precision out and cast the model"),
         "activations": (
-            options.activations not in ("auto", "ram", "disk"),
-            "Use 'auto', 'ram' or 'disk'",
+            options.activations == "device",
+            "Use 'auto', 'ram', 'disk' or 'recompute'",
         ),
         "device_memory": (options.device_memory is not None, "Leave device_memory out"),
         "params": (options.params == "device", "Use 'auto', 'ram' or 'disk'"),

@@ -27,6 +27,8 @@ SITES: dict[str, str] = {
     "recipe.copy": "a learning rate kept in a tensor is not copied when a step fixes it",
     "activation.write": "an activation is changed while it is written",
     "activation.wait": "backward uses an activation before the read into its buffer is done",
+    "recompute.random": "a recomputation draws other random numbers than the forward did",
+    "recompute.modules": "a recomputation changes the module's buffers a second time",
     "zero.keep": "zero_grad leaves the old gradient in its slot",
 }
 

@@ -153,7 +153,7 @@ def _train_watched(start: Start, model: LanguageModel) -> Observations:
             yield "loss", loss
 
 
-@case("checkpoint_none")
+@case("checkpoint_none", shows_activations=True)
 def checkpoint_none(start: Start) -> Observations:
     """The same model without checkpointing: every block's activation stays alive."""
     yield from _train_watched(start, LanguageModel())

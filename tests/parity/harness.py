@@ -40,6 +40,10 @@ PLACEMENTS: dict[str, dict[str, str]] = {
     "ram": {"params": "ram", "grads": "ram", "optimizer_state": "ram"},
     "pieces": {"params": "disk", "grads": "disk", "optimizer_state": "disk"},
 }
+ON_DISK = PLACEMENTS["disk"]
+PLACEMENTS["activations_recompute"] = {**ON_DISK, "activations": "recompute"}
+ACTIVATIONS = ("activations_recompute",)
+"""Placements of what backward needs, everything else on disk: every case runs in each of them."""
 TUNING: dict[str, dict[str, Any]] = {"pieces": {"piece_bytes": 5000}}
 """Engine settings that come with a placement: `pieces` cuts every update into small parts."""
 USUAL = ("disk", "params_ram", "grads_ram", "ram")
@@ -57,6 +61,12 @@ class Case:
     """Needs what no plan made at init can know (every parameter in one call, a module added
     later): ram for all parameters is added to the least."""
     placements: tuple[str, ...] = USUAL
+    shows_activations: bool = False
+    """Observes what is kept for backward, which another placement of activations changes."""
+
+    @property
+    def every_placement(self) -> tuple[str, ...]:
+        return self.placements if self.shows_activations else (*self.placements, *ACTIVATIONS)
 
 
 CASES: dict[str, Case] = {}

@@ -20,13 +20,14 @@ from . import (  # noqa: F401  (importing registers the cases)
     cases_optim_whole,
     cases_precision,
     cases_put_off,
+    cases_recompute,
     cases_routing,
     cases_schedule,
     cases_state,
     cases_structure,
     cases_user,
 )
-from .harness import CASES, PAGE_BYTES, check, expected_record, run_plain
+from .harness import ACTIVATIONS, CASES, PAGE_BYTES, check, expected_record, run_plain
 
 try:
     from zeepo import init as _init
@@ -67,8 +68,33 @@ EVERY_PLACEMENT = [
 """Cases that the short run tries in every placement; the others only with everything on disk."""
 
 
+OTHER_ACTIVATIONS = [
+    "autocast",
+    "averaged_weights_with_batch_norm",
+    "blocks_run_twice",
+    "blocks_with_random_numbers",
+    "bottlenecks",
+    "custom_function",
+    "deep_sequential",
+    "exception_in_forward",
+    "functional_call",
+    "gradient_penalty",
+    "hf_gpt2",
+    "hf_llama",
+    "language_model_tied",
+    "mixture_of_experts",
+    "old_graph_after_step",
+    "random_layer_drop",
+    "recurrent_lstm",
+    "retain_graph_twice",
+]
+"""Cases that the short run tries with activations placed elsewhere."""
+
+
 def _mark(name: str, placement: str) -> list[pytest.MarkDecorator]:
     is_short = placement == "disk" or name in EVERY_PLACEMENT or name.startswith("wide_")
+    if placement in ACTIVATIONS:
+        is_short = name in OTHER_ACTIVATIONS
     return [pytest.mark.slow] if CASES[name].slow or not is_short else []
 
 
@@ -79,7 +105,7 @@ NAMES = [
 RUNS = [
     pytest.param(name, placement, marks=_mark(name, placement), id=f"{name}-{placement}")
     for name, case in CASES.items()
-    for placement in case.placements
+    for placement in case.every_placement
 ]
 
 

@@ -59,6 +59,12 @@ _CALLS_OTHERS = frozenset(
         "Regions._wrap_compiled.<locals>.call",
         "Regions._patch_compiled_modules.<locals>.call",
         "Regions._patch_compiled_modules.<locals>.call.<locals>.inner",
+        "Recompute._patch.<locals>.forward",
+        "_Sequence.run",
+        "_Runner.run",
+        "_in_order",
+        "Frame.run",
+        "Frame._recompute",
     }
 )
 """Functions of the engine that call the user's or torch's code, which may be interrupted there."""

@@ -32,6 +32,7 @@ from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager
+from zeepo.engine.recompute import Recompute
 from zeepo.engine.regions import Regions, is_compiled
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
@@ -120,11 +121,14 @@ class Session:
         if self._store.budget is not None and self._activations is not None:
             self._store.budget.spill = self._activations.spill
         self._regions = Regions(self._manager, self._activations, self._stop_watching)
+        self._recompute = Recompute()
         try:
             self._adopt_units(units)
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
             self._regions.install(self._models)
+            if options.activations == "recompute":
+                self._recompute.install(self._models)
             if self._activations is not None:
                 self._activations.install()
             if tuning().estimate and not any(map(is_compiled, self._all_modules())):
@@ -334,6 +338,7 @@ class Session:
                 self._manager.end_raw_leases()
                 self._closing.begin()
                 self._stop_watching()
+                self._recompute.remove()  # before the regions: both patch classes, this one last
                 self._regions.remove()
                 if self._activations is not None:
                     self._activations.remove()
@@ -358,6 +363,7 @@ class Session:
     def _tear_down(self) -> None:
         for interception in self._interceptions:
             interception.remove()
+        self._recompute.remove()
         self._regions.remove()
         if self._activations is not None:
             self._activations.remove()
