@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder-only language model; `forward` gives the loss."""
 
+    recompute = False
+    """Activation checkpointing: keep a block's input only, and run the block again in backward."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)
@@ -57,6 +61,6 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
