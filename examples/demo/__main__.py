@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -36,18 +37,19 @@ SMALL = FULL | {
     "heads": 6,
     "vocabulary": 4096,
     "sequence": 64,
-    "steps": 4,
+    "steps": 3,
     "share": None,  # torch's own growth is larger than this model: memory is shown, not judged
     "ram": "192MiB",
     "text_bytes": 1 << 20,
 }
 SHAPE = ("layers", "width", "heads", "vocabulary", "sequence", "batch", "steps", "lr")
 
-HEADER = """[bold]zeepo demo[/]: one GPT, trained twice on the same batches, each in its own process:
-first by plain PyTorch, then by zeepo with [bold]{budget}[/] and the rest on disk.
-{layers} layers, width {width}, vocabulary {vocabulary:,}, {batch} x {sequence} tokens a step, \
-{steps} steps; fused AdamW and activation
-checkpointing in both. About {minutes}."""
+HEADER = (
+    "[bold]zeepo demo[/]: one GPT, trained twice on the same batches, each in a process of its "
+    "own: first by plain PyTorch, then by zeepo with [bold]{budget}[/] and the rest on disk. "
+    "{layers} layers, width {width}, vocabulary {vocabulary:,}, {batch} x {sequence} tokens a "
+    "step, {steps} steps; fused AdamW and activation checkpointing in both. About {minutes}.\n"
+)
 
 
 def write_tokens(path: Path, settings: dict[str, Any], display: Display) -> None:
@@ -84,12 +86,11 @@ def train_both(settings: dict[str, Any], disk: Path, display: Display) -> tuple[
     return plain, zeepo
 
 
-def conclude(plain: Run, zeepo: Run, settings: dict[str, Any], args: argparse.Namespace) -> int:
+def conclude(result: dict[str, Any], args: argparse.Namespace) -> int:
     """Show and write what came out; the exit code."""
     from examples.demo import plot  # matplotlib takes a second: not before the runs
 
     console = Console()
-    result = report.make_result(plain, zeepo, settings)
     text = json.dumps(result, indent=1) + "\n"
     pictures, files = [args.output / "demo.png"], [args.output / "demo.json"]
     if args.keep:
@@ -130,14 +131,24 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     args, settings = parse(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
-    budget = f'ram="{settings["ram"]}"' if settings["ram"] else f"{settings['share']:.0%} of its RAM"
+    budget = (
+        f'ram="{settings["ram"]}"' if settings["ram"] else f"{settings['share']:.0%} of its memory"
+    )
     display = Display()
     minutes = "ten seconds" if args.small else "two minutes on two cores"
     display.say(HEADER.format(budget=budget, minutes=minutes, **settings))
+    host = report.machine()
+    if host["load_before"] > host["cores"] / 2:
+        display.say(
+            f"[yellow]This machine is busy (load {host['load_before']} on {host['cores']} cores): "
+            "it will take longer, and the speeds will say little.[/]"
+        )
     with tempfile.TemporaryDirectory(dir=args.disk or args.output, prefix="scratch-") as disk:
         plain, zeepo = train_both(settings, Path(disk), display)
-    return conclude(plain, zeepo, settings, args)
+    return conclude(report.make_result(plain, zeepo, settings, host), args)
 
 
 if __name__ == "__main__":
+    # So that being told to stop ends the child and removes the scratch files too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

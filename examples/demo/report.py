@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import subprocess
+import textwrap
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,16 @@ def judge(
     }
 
 
-def make_result(plain: Run, zeepo: Run, settings: dict[str, Any]) -> dict[str, Any]:
-    """Everything worth keeping of both runs."""
+def make_result(
+    plain: Run, zeepo: Run, settings: dict[str, Any], host: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything worth keeping of both runs; `host` is what `machine` said before them."""
     growth = plain.growth_bytes, zeepo.growth_bytes
     return {
         "question": "one GPT by plain PyTorch and by zeepo: losses, memory, speed",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "machine": machine(),
+        "machine": host,
         "torch": zeepo.facts["torch"],
         "settings": settings,
         "parameters": zeepo.facts["parameters"],
@@ -92,6 +95,7 @@ def _thinned(run: Run) -> list[list[float]]:
 
 
 def machine() -> dict[str, Any]:
+    """What the figures depend on. To be asked before the runs: the load is others' work then."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo").read_text()
     if "model name" in cpuinfo:
@@ -101,6 +105,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
+        "load_before": round(os.getloadavg()[0], 2),
     }
 
 
@@ -163,19 +168,18 @@ def verdict_lines(result: dict[str, Any]) -> list[str]:
 def readme_block(result: dict[str, Any]) -> str:
     """The measured table as README has it."""
     settings, host = result["settings"], result["machine"]
-    lines = [
-        "| | plain PyTorch | zeepo | zeepo / plain |",
-        "|---|---:|---:|---:|",
-        *("| " + " | ".join(row) + " |" for row in _rows(result)),
-        "",
+    model = (
         f"{result['parameters'] / 1e6:.0f}M parameters ({settings['layers']} layers, width "
-        f"{settings['width']}, vocabulary {settings['vocabulary']:,}), batch {settings['batch']} x "
-        f"{settings['sequence']} tokens, activation checkpointing and fused AdamW in both,",
+        f"{settings['width']}, vocabulary {settings['vocabulary']:,}), {settings['batch']} x "
+        f"{settings['sequence']} tokens a step, fused AdamW and activation checkpointing in both; "
         f'`ram="{settings["ram"]}"`; {host["cores"]} cores, torch {result["torch"]}, '
-        f"{result['date'][:10]}. Memory is resident memory after `import torch, zeepo`, as the",
-        "kernel counts it; seconds per step are medians without the first step.",
-    ]
-    return "\n".join(lines)
+        f"{result['date'][:10]}. Memory is the growth of resident memory after "
+        "`import torch, zeepo`, from building to the end, as the kernel counts it; seconds per "
+        "step are medians without the first step."
+    )
+    rows = ["| " + " | ".join(row) + " |" for row in _rows(result)]
+    head = ["| | plain PyTorch | zeepo | zeepo / plain |", "|---|---:|---:|---:|"]
+    return "\n".join([*head, *rows, "", *textwrap.wrap(model, 100)])
 
 
 def put_into_readme(readme: str, result: dict[str, Any]) -> str:
