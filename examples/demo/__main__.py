@@ -15,8 +15,7 @@ from rich.console import Console
 from examples.demo import report
 from examples.demo.progress import Display
 from examples.demo.text import Tokenizer, standard_library
-from examples.demo.watch import ROOT, Run, run_and_watch
-from zeepo.units import format_bytes, parse_bytes
+from examples.demo.watch import ROOT, GiB, MiB, Run, run_and_watch
 
 FULL: dict[str, Any] = {
     "layers": 12,
@@ -32,15 +31,15 @@ FULL: dict[str, Any] = {
     "text_bytes": None,  # all of it
 }
 SMALL = FULL | {
-    "layers": 6,
+    "layers": 4,
     "width": 384,
     "heads": 6,
-    "vocabulary": 4096,
-    "sequence": 64,
+    "vocabulary": 2048,
+    "sequence": 32,
     "steps": 3,
     "share": None,  # torch's own growth is larger than this model: memory is shown, not judged
     "ram": "192MiB",
-    "text_bytes": 1 << 20,
+    "text_bytes": 1 << 18,
 }
 SHAPE = ("layers", "width", "heads", "vocabulary", "sequence", "batch", "steps", "lr")
 
@@ -75,12 +74,11 @@ def train_both(settings: dict[str, Any], disk: Path, display: Display) -> tuple[
     with display.run("plain", num_steps) as changed:
         plain = run_and_watch("plain", num_steps, [*shape, "--ram=0"], changed)
     if settings["ram"] is None:
-        settings["ram"] = f"{int(settings['share'] * plain.growth_bytes) >> 20}MiB"
+        settings["ram"] = f"{int(settings['share'] * plain.growth_bytes / MiB)}MiB"
         display.say(
-            f"plain grew by {format_bytes(plain.growth_bytes)}; "
+            f"plain grew by {plain.growth_bytes / GiB:.2f} GiB; "
             f'zeepo gets {settings["share"]:.0%} of that: ram="{settings["ram"]}"'
         )
-    settings["ram_bytes"] = parse_bytes(settings["ram"])
     with display.run("zeepo", num_steps) as changed:
         zeepo = run_and_watch("zeepo", num_steps, [*shape, f"--ram={settings['ram']}"], changed)
     return plain, zeepo
@@ -138,7 +136,7 @@ def main(arguments: list[str]) -> int:
     minutes = "ten seconds" if args.small else "two minutes on two cores"
     display.say(HEADER.format(budget=budget, minutes=minutes, **settings))
     host = report.machine()
-    if host["load_before"] > host["cores"] / 2:
+    if report.is_busy(host):
         display.say(
             f"[yellow]This machine is busy (load {host['load_before']} on {host['cores']} cores): "
             "it will take longer, and the speeds will say little.[/]"

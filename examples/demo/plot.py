@@ -17,7 +17,7 @@ matplotlib.use("Agg")  # no display is needed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from zeepo.units import GiB, MiB
+from examples.demo.watch import GiB, MiB
 
 COLOURS = {"plain": "#b4531a", "zeepo": "#1f5fa8"}
 TITLES = {"plain": "plain PyTorch", "zeepo": "zeepo"}
@@ -92,8 +92,8 @@ def _draw_phases(axes: Axes, row: int, name: str, run: dict[str, Any], whole: fl
 
 
 def _draw_budget(axes: Axes, result: dict[str, Any], end: float) -> None:
-    ram_bytes, ram = result["settings"]["ram_bytes"], result["settings"]["ram"]
-    level = (result["runs"]["zeepo"]["base_bytes"] + ram_bytes) / GiB
+    zeepo, ram = result["runs"]["zeepo"], result["settings"]["ram"]
+    level = (zeepo["base_bytes"] + zeepo["facts"]["ram_bytes"]) / GiB
     axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
     text = f'budget: torch +\nzeepo imported,\nram="{ram}"'
     axes.annotate(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.demo.watch import Run
+from examples.demo.watch import GiB, Run
 
-GiB = 2**30
 DOING = {"build": "building", "train": "training", "close": "closing", "end": "done"}
 
 
@@ -63,10 +63,13 @@ class _Lines:
     def __init__(self, console: Console):
         self._console = console
         self._shown = (0, 0)
+        self._lock = threading.Lock()  # the reader's and the sampler's thread both call
 
     def __call__(self, run: Run) -> None:
-        now = len(run.losses), len(run.phases)
-        if now != self._shown:
+        with self._lock:
+            now = len(run.losses), len(run.phases)
+            if now == self._shown:
+                return
             self._shown = now
             step = f"{now[0]}/{run.num_steps}"
             line = f"{run.name:<5} {_doing(run):<9} {step:>5}  {_text(run)}"

@@ -18,9 +18,8 @@ from typing import Any
 
 from rich.table import Table
 
-from examples.demo.watch import ROOT, Run
+from examples.demo.watch import ROOT, MiB, Run
 
-MiB = 2**20
 THIN_SECONDS = 0.2
 
 
@@ -109,6 +108,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def is_busy(host: dict[str, Any]) -> bool:
+    """Others' work takes so much of this machine that speeds measured now say little."""
+    return host["load_before"] > host["cores"] / 2
+
+
 def _commit() -> str | None:
     """The commit measured, marked where files differ from it; None without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -177,6 +181,8 @@ def readme_block(result: dict[str, Any]) -> str:
         "`import torch, zeepo`, from building to the end, as the kernel counts it; seconds per "
         "step are medians without the first step."
     )
+    if is_busy(host):
+        model += " **The machine was busy with other work: the speeds say little.**"
     rows = ["| " + " | ".join(row) + " |" for row in _rows(result)]
     head = ["| | plain PyTorch | zeepo | zeepo / plain |", "|---|---:|---:|---:|"]
     return "\n".join([*head, *rows, "", *textwrap.wrap(model, 100)])

@@ -60,10 +60,10 @@ def train(args: argparse.Namespace) -> None:
     if session is None:
         tell(phase="end")
         return
-    stats, minimum_ram = dict(session.stats()), session.plan.minimum_ram
+    plan, stats = session.plan, dict(session.stats())
     tell(phase="close")
     session.close()
-    tell(phase="end", stats=stats, minimum_ram=minimum_ram)
+    tell(phase="end", stats=stats, ram_bytes=plan.ram, minimum_ram_bytes=plan.minimum_ram)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE_SECONDS = 0.05
+MiB, GiB = 2**20, 2**30  # zeepo.units has them, but would bring torch into the parent
 
 
 @dataclass
