@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-full lint format typecheck demo bench clean
+.PHONY: setup test test-full lint format typecheck demo demo-keep bench clean
 
 setup: $(STAMP)
 
@@ -41,7 +41,11 @@ test-full: lint typecheck
 	$(BIN)/python -m pytest
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.demo
+
+# The same, and what it measured becomes README's table, its plot and benchmarks/results/demo.json.
+demo-keep: $(STAMP)
+	$(BIN)/python -m examples.demo --keep
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step_time.py
