@@ -72,4 +72,6 @@ def _own_cgroup() -> tuple[Path, Names]:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             return ROOT / "memory" / path.lstrip("/"), VERSION_1
-    return ROOT / Path("/proc/self/cgroup").read_text().split("::")[1].strip().lstrip("/"), VERSION_2
+    return ROOT / Path("/proc/self/cgroup").read_text().split("::")[1].strip().lstrip(
+        "/"
+    ), VERSION_2

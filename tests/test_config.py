@@ -303,7 +303,6 @@ def test_the_accelerator_question_reaches_torch() -> None:
         ("durable", True),
         ("resume", "/scratch/run"),
         ("precision", "bf16"),
-        ("activations", "disk"),
         ("activations", "device"),
         ("device_memory", "8GiB"),
         ("params", "device"),

@@ -46,7 +46,7 @@ def train(args: argparse.Namespace) -> None:
     lazy = zeepo.lazy(ram=args.ram, disk=args.disk) if under_zeepo else contextlib.nullcontext()
     with lazy:
         model = GPT(GPTConfig(args.layers, args.width, args.heads, args.vocabulary, args.sequence))
-    model.recompute = True
+    model.checkpointing = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     session = zeepo.init(model, optimizer, ram=args.ram, disk=args.disk) if under_zeepo else None
     tell(phase="train", parameters=sum(p.numel() for p in model.parameters()))

@@ -84,7 +84,6 @@ def test_methods_of_later_versions_say_so(tmp_path: Path) -> None:
     model, optimizer = build()
     with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path) as session:
         for use in (
-            lambda: session.resize(ram="2GiB"),
             lambda: session.register("x", object()),
             lambda: session.save("x"),
             lambda: session.load("x"),

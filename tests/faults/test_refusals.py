@@ -127,7 +127,7 @@ def test_the_budget_is_exact(tmp_path: Path) -> None:
     text = str(refusal.value)
     assert "too little" in text
     assert f"({minimum} bytes)" in text
-    for line in ("reserve for torch", "staging", "params", "grads", "optimizer state"):
+    for line in ("torch itself", "staging", "params", "grads", "activations"):
         assert line in text, text
         assert line in explained
     assert "layers.0" in text

@@ -1,12 +1,8 @@
-"""Free memory of the heap goes back to the system, when that is of use."""
+"""Free memory of the heap goes back to the system."""
 
 import subprocess
 import sys
 
-import pytest
-
-from zeepo.memory import heap
-from zeepo.memory.heap import HeapKeeper
 from zeepo.units import MiB
 
 FRAGMENTED = """
@@ -28,33 +24,3 @@ def test_free_blocks_are_given_back() -> None:
         [sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) > 100 * MiB
-
-
-def test_what_does_not_help_is_tried_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    resident, tries = [0], [0]
-
-    def trim() -> None:
-        tries[0] += 1
-
-    monkeypatch.setattr(heap, "give_back_free_memory", trim)
-    keeper = HeapKeeper(100 * MiB, lambda: resident[0])
-    keeper.check()
-    assert tries == [0]
-    for resident[0] in range(101 * MiB, 1100 * MiB, MiB):
-        keeper.check()
-    assert tries == [5]
-
-
-def test_what_helps_is_done_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    resident, tries = [0], [0]
-
-    def trim() -> None:
-        tries[0] += 1
-        resident[0] = 50 * MiB
-
-    monkeypatch.setattr(heap, "give_back_free_memory", trim)
-    keeper = HeapKeeper(100 * MiB, lambda: resident[0])
-    for _ in range(4):
-        resident[0] = 150 * MiB
-        keeper.check()
-    assert tries == [4]

@@ -42,10 +42,15 @@ PLACEMENTS: dict[str, dict[str, str]] = {
 }
 ON_DISK = PLACEMENTS["disk"]
 PLACEMENTS["activations_recompute"] = {**ON_DISK, "activations": "recompute"}
-ACTIVATIONS = ("activations_recompute",)
+PLACEMENTS["activations_disk"] = {**ON_DISK, "activations": "disk"}
+ACTIVATIONS = ("activations_recompute", "activations_disk")
 """Placements of what backward needs, everything else on disk: every case runs in each of them."""
-TUNING: dict[str, dict[str, Any]] = {"pieces": {"piece_bytes": 5000}}
-"""Engine settings that come with a placement: `pieces` cuts every update into small parts."""
+TUNING: dict[str, dict[str, Any]] = {
+    "pieces": {"piece_bytes": 5000},
+    "activations_disk": {"smallest_activation_bytes": 1, "activation_window_bytes": 4096},
+}
+"""Engine settings that come with a placement: `pieces` cuts every update into small parts, and the
+activations of small models would not be worth moving otherwise."""
 USUAL = ("disk", "params_ram", "grads_ram", "ram")
 
 

@@ -134,4 +134,7 @@ def test_limits_of_parents_are_listed(tmp_path: Path) -> None:
     put(tmp_path / "sys" / "memory" / "memory.limit_in_bytes", 9000)
     put(tmp_path / "sys" / "memory" / "memory.usage_in_bytes", 2000)
     lines = put(tmp_path / "cgroup", "7:memory:/job")
-    assert machine.cgroup_limits(lines, tmp_path / "sys") == [(1, 3000, 1000), (1, 9000, 2000)]
+    assert machine.cgroup_limits(lines, tmp_path / "sys") == [
+        (1, 3000, 1000, 0),
+        (1, 9000, 2000, 0),
+    ]

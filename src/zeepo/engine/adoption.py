@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +14,16 @@ from torch.optim import Optimizer
 
 from zeepo.chunks.storages import address, num_users
 from zeepo.config import Options
-from zeepo.engine.estimate import estimate
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.managed import ManagedTensor, home_of, mark_ordinary, storage_of
-from zeepo.engine.manager import Manager
 from zeepo.engine.regions import largest_region_bytes
 from zeepo.engine.tuning import tuning
-from zeepo.errors import BudgetError, UnsupportedError
+from zeepo.errors import UnsupportedError
 from zeepo.optim.catalogue import grain_of, num_states_of, num_temporaries_of
 from zeepo.planner.machine import available_ram_bytes
 from zeepo.planner.plan import Plan, UnitPlan
 from zeepo.planner.units import Unit
-from zeepo.units import enough_bytes, format_bytes
 
-NO_DISK_HINT = ' Give disk="/a/folder": what does not fit can then rest there.'
-CHILD_BYTES = 128 << 20
-"""What a child that runs the model on shapes may take."""
 STAGING_BYTES = 8 << 20
 """What the disk tier takes for its threads."""
 
@@ -223,32 +216,3 @@ def _place_of_activations(options: Options) -> str:
     if options.activations == "auto":
         return "disk" if options.disk else "ram"
     return options.activations
-
-
-def plan_for_batch(
-    plan: Plan, manager: Manager, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Plan:
-    """The plan, now that a batch is known: what a forward and backward of `model` needs."""
-    chunk_of = {number: home.chunk.key for number, home in manager.homes.items()}
-    chunks = {home.chunk.key: home.chunk for home in manager.homes.values()}
-    in_ram = plan.placement["params"] == "ram"
-    sizes = {key: 0 if in_ram else chunk.layout.nbytes for key, chunk in chunks.items()}
-    names = {key: chunk.label for key, chunk in chunks.items()}
-    manager.store.expect(CHILD_BYTES)
-    found = estimate(model, args, kwargs, chunk_of, sizes, names, spills=plan.activations == "disk")
-    if isinstance(found, str):
-        return replace(plan, unknown_because=found)
-    if plan.footprint is not None and plan.footprint.peak_bytes > found.peak_bytes:
-        return plan  # another model of the session needs more
-    return replace(plan, footprint=found)
-
-
-def refuse_too_little(plan: Plan, *, has_disk: bool) -> None:
-    """BudgetError with the bill, if the budget is below the least that works."""
-    if plan.ram < plan.minimum_ram:
-        missing = format_bytes(plan.minimum_ram - plan.ram)
-        raise BudgetError(
-            f"ram={format_bytes(plan.ram)} is too little by {missing}: this session needs "
-            f'ram="{enough_bytes(plan.minimum_ram)}" ({plan.minimum_ram} bytes).'
-            f"{'' if has_disk else NO_DISK_HINT}\n{plan.explain()}"
-        )

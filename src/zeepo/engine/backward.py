@@ -147,10 +147,17 @@ def large_gradient_bytes(node: Any) -> int:
     """What a node will make for parameters, which torch allocates before we can take it over."""
     nbytes = 0
     for parent, _ in node.next_functions:
-        if parent is not None and parent.name() == _ACCUMULATE:
-            variable = parent.variable
+        variable = _parameter_behind(parent)
+        if variable is not None:
             nbytes += variable.numel() * variable.element_size()
     return nbytes if nbytes >= WORTH_EXPECTING_BYTES else 0
+
+
+def _parameter_behind(node: Any) -> Tensor | None:
+    """The leaf that a node accumulates into, itself or through one view (a transposed weight)."""
+    if node is not None and node.name() != _ACCUMULATE and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return node.variable if node is not None and node.name() == _ACCUMULATE else None
 
 
 def chunks_saved_by(

@@ -23,10 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeepo.engine import interrupts
 from zeepo.planner.footprint import simulate
 from zeepo.planner.plan import Footprint
 
 PATIENCE_SECONDS = 60.0
+WAIT_SECONDS = 0.05
 
 
 def estimate(
@@ -127,9 +129,11 @@ def _answer_and_exit(run: Callable[[], dict[str, Any]], writer: int) -> None:
 def _read_all(reader: int, until: float) -> bytes:
     text = b""
     while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, until - time.monotonic()))
+        ready, _, _ = select.select([reader], [], [], WAIT_SECONDS)
         if not ready:
-            return b""
+            if time.monotonic() > until or interrupts.waiting:  # somebody wants to go on
+                return b""
+            continue
         part = os.read(reader, 1 << 16)
         if not part:
             return text

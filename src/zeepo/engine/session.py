@@ -13,27 +13,23 @@ from torch.optim import Optimizer
 
 from zeepo.chunks.losses import loss_message
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.config import Options
+from zeepo.config import Options, resolve_options
 from zeepo.engine.activations import Activations
 from zeepo.engine.adoption import (
-    bytes_of_model,
     find_aliases,
     loose_parameters,
     make_leftovers_ordinary,
-    plan_for_batch,
-    plan_session,
-    refuse_too_little,
     refuse_unmanageable,
     split_by_trainable,
 )
+from zeepo.engine.allowance import Allowance
 from zeepo.engine.closing import Closing
-from zeepo.engine.estimate import FirstForward
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager
 from zeepo.engine.recompute import Recompute
-from zeepo.engine.regions import Regions, is_compiled
+from zeepo.engine.regions import Regions
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
 from zeepo.engine.telemetry import Telemetry
@@ -45,23 +41,19 @@ from zeepo.errors import (
     SessionError,
     UnsupportedError,
 )
-from zeepo.memory.budget import RamBudget
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.reclaimable import ReclaimableSpace
 from zeepo.memory.tier import Tier
-from zeepo.planner.machine import resident_growth_bytes
-from zeepo.planner.plan import TORCH_GROWTH_BYTES, Plan
+from zeepo.planner.plan import Plan
 from zeepo.planner.units import Unit, find_units
-from zeepo.units import enough_bytes, format_bytes
 
 
 class Session:
     """Open from `zeepo.init` until `close`; a context manager."""
 
-    plan: Plan
     exporter: ClassVar[Callable[[Sequence[nn.Module], str | Path, int | str], None]]
     """Writes models as safetensors; `zeepo/__init__.py` puts it here, since it is not engine's."""
 
@@ -87,10 +79,7 @@ class Session:
         """Plan, refuse what cannot be, take everything over; on failure nothing is changed."""
         refuse_unmanageable(self._models, self._optimizers)
         units = self._find_units()
-        self.plan = plan_session(self._models, self._optimizers, units, options)
-        refuse_too_little(self.plan, has_disk=bool(options.disk))
-        self._check_disk_limit(options)
-        self._excluded_bytes = self._find_excluded_bytes()
+        self._allowance = Allowance(self._models, self._optimizers, units, options)
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
         self._disk: DiskTier | None = None
@@ -106,21 +95,13 @@ class Session:
         self._closing = Closing(self._store, space)
         if space is not None:
             self._manager.copies.use_disk(space, self.plan.guaranteed_bytes)
-            self._store.budget = RamBudget(
-                self._pool,
-                self.plan.ram,
-                self.plan.reserve,
-                self._growth_bytes,
-                self._store.movable_bytes,
-            )
         self._num_late_units = 0
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
-        self._first_forward: FirstForward | None = None
         self._activations = self._make_activations(options)
-        if self._store.budget is not None and self._activations is not None:
-            self._store.budget.spill = self._activations.spill
-        self._regions = Regions(self._manager, self._activations, self._stop_watching)
+        if self._disk is not None:
+            self._allowance.follow(self._store, self._activations)
+        self._regions = Regions(self._manager, self._activations, self._allowance.stop_watching)
         self._recompute = Recompute()
         try:
             self._adopt_units(units)
@@ -131,25 +112,11 @@ class Session:
                 self._recompute.install(self._models)
             if self._activations is not None:
                 self._activations.install()
-            if tuning().estimate and not any(map(is_compiled, self._all_modules())):
-                self._first_forward = FirstForward(self._models, self._plan_for_batch)
+            self._allowance.watch_first_forward(self._models, self._manager)
         except BaseException:
             with contextlib.suppress(DiskError):  # the first error is the one to tell
                 self._give_everything_back()
             raise
-
-    def _stop_watching(self) -> None:
-        """A compiler looks at how modules are called: nothing of ours may be there."""
-        if self._first_forward is not None:
-            self._first_forward.stop()
-
-    def _all_modules(self) -> list[nn.Module]:
-        return [module for model in self._models for module in model.modules()]
-
-    def _plan_for_batch(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before the first forward: find out what it will need, and refuse what cannot be."""
-        self.plan = plan_for_batch(self.plan, self._manager, model, args, kwargs)
-        refuse_too_little(self.plan, has_disk=self._disk is not None)
 
     def _make_activations(self, options: Options) -> Activations | None:
         if self._disk is None or options.activations not in ("auto", "disk"):
@@ -160,29 +127,6 @@ class Session:
             tuning(),
             is_eager=options.activations == "disk",
         )
-
-    def _find_excluded_bytes(self) -> int:
-        """What the process held before the session, beside the model, and `ram` has no room for.
-
-        Counted as far as it fits: a budget that could not be met by any means would be of no use.
-        """
-        held = resident_growth_bytes() - bytes_of_model(self._models, self._optimizers)
-        beside_torch = held - TORCH_GROWTH_BYTES
-        return max(0, beside_torch + self.plan.minimum_ram - self.plan.ram)
-
-    def _growth_bytes(self) -> int:
-        return resident_growth_bytes() - self._excluded_bytes
-
-    def _check_disk_limit(self, options: Options) -> None:
-        """Refuse now what would fail in the middle of the first steps."""
-        kept = self.plan.managed_bytes - self.plan.staging_bytes
-        if options.disk_limit is not None and options.disk_limit < self.plan.disk_bytes - kept:
-            raise DiskError(
-                f"disk_limit={format_bytes(options.disk_limit)} is too little: what rests on disk "
-                f"is up to {format_bytes(self.plan.disk_bytes)}, and ram keeps at most "
-                f"{format_bytes(kept)} of it. Give "
-                f'disk_limit="{enough_bytes(self.plan.disk_bytes)}", or more ram.'
-            )
 
     def _find_units(self) -> list[Unit]:
         taken: set[int] = set()
@@ -240,11 +184,15 @@ class Session:
         self._manager.end_raw_leases()
         self._store.trace.end_step()
         self._store.read_ahead()
-        if self._store.budget is not None:
-            self._store.budget.end_step()
+        self._allowance.end_step()
         self._telemetry.stepped()
 
     # -- what the user asks -----------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided; made anew when the first batch is seen and when ram is resized."""
+        return self._allowance.plan
 
     def stats(self) -> Stats:
         """What the session holds and has moved so far."""
@@ -279,8 +227,17 @@ class Session:
         self._check_open("no_sync")
         yield
 
-    def resize(self, *, ram: Any) -> None:
-        raise self._later("resize")
+    def resize(self, *, ram: int | str) -> None:
+        """Another budget from now on ("2GiB" or bytes), larger or smaller; no number changes.
+
+        When it is smaller, what no longer fits has left before this returns.
+        """
+        self._check_open("resize")
+        ram_bytes = resolve_options({"ram": ram}).ram
+        assert ram_bytes is not None
+        old = self.plan.ram
+        self._allowance.resize(ram_bytes)
+        self._telemetry.budget_changed(old, ram_bytes, "session.resize")
 
     def register(self, name: str, obj: Any) -> None:
         raise self._later("register")
@@ -337,7 +294,7 @@ class Session:
             try:
                 self._manager.end_raw_leases()
                 self._closing.begin()
-                self._stop_watching()
+                self._allowance.stop_watching()
                 self._recompute.remove()  # before the regions: both patch classes, this one last
                 self._regions.remove()
                 if self._activations is not None:

@@ -5,11 +5,15 @@ ledger, but the system counts it. So the process's resident growth is read where
 about to need room, the part that is not the ledger's is subtracted from `ram`, and what is left is
 the ledger's limit: it falls as forward piles up activations and rises again in backward.
 
+When the system itself runs short (its free memory, the limit of our cgroup), the budget is what it
+can still give, and the same happens.
+
 When memory is short, free heap memory is given back first, then chunks leave (the store's work),
 then saved activations are sent down. When all that does not help the process is over its budget,
 and `over_bytes` says by how much.
 """
 
+import time
 from collections.abc import Callable
 
 from zeepo.memory.heap import free_heap_bytes, give_back_free_memory
@@ -19,6 +23,9 @@ from zeepo.units import MiB
 FIRST_SLACK_BYTES = 64 * MiB
 LEAST_SLACK_BYTES = 8 * MiB
 WORTH_TRIMMING_BYTES = 16 * MiB
+SYSTEM_MARGIN_BYTES = 32 * MiB
+"""What is left to the system when it runs short."""
+ASK_SYSTEM_SECONDS = 0.1
 
 
 class RamBudget:
@@ -29,16 +36,25 @@ class RamBudget:
         pool: BufferPool,
         ram_bytes: int,
         reserve_bytes: int,
+        floor_bytes: int,
         growth_bytes: Callable[[], int],
         movable_bytes: Callable[[], int],
+        spare_bytes: Callable[[], int | None],
     ) -> None:
         self._pool = pool
         self._ledger = pool.ledger
         self._growth_bytes = growth_bytes
         self._movable_bytes = movable_bytes
         """What could leave the ledger now."""
+        self._spare_bytes = spare_bytes
+        """What the system can still give."""
+        self._system_bytes: int | None = None
+        """The growth that the system can bear, when it was last asked."""
+        self._asked_at = 0.0
         self._reserve_bytes = reserve_bytes
         """Never the ledger's, however little torch takes."""
+        self._floor_bytes = floor_bytes
+        """Always the ledger's, however much torch takes: little, so that small sessions go on."""
         self._slack_bytes = FIRST_SLACK_BYTES
         self._rise_bytes = 0
         """The most that torch took between two looks, in this step."""
@@ -55,6 +71,11 @@ class RamBudget:
         """Sends saved activations of so many bytes down; how many really went."""
 
     @property
+    def allowed_bytes(self) -> int:
+        """The growth that is allowed now: `ram`, or less when the system has not that much."""
+        return min(self.ram_bytes, self.ram_bytes if (s := self._system_bytes) is None else s)
+
+    @property
     def unmanaged_bytes(self) -> int:
         """What the process has grown beside the ledger, at the last look."""
         return self._last_bytes
@@ -67,7 +88,7 @@ class RamBudget:
         )
         self._expected_bytes = 0
         self._last_bytes = unmanaged
-        if unmanaged + self._ledger.used_bytes + self._slack() > self.ram_bytes:
+        if unmanaged + self._ledger.used_bytes + self._slack() > self.allowed_bytes:
             self._last_bytes = unmanaged = self._relieve(unmanaged)
         self._ledger.limit_bytes = self._limit(unmanaged)
 
@@ -77,34 +98,49 @@ class RamBudget:
 
     def hand_over(self, nbytes: int) -> None:
         """Memory of torch's that the process has already is about to become the ledger's."""
-        self._ledger.limit_bytes = (self._ledger.limit_bytes or 0) + nbytes
         self._last_bytes -= nbytes
+        self._ledger.limit_bytes = max(self._ledger.limit_bytes or 0, self._limit(self._last_bytes))
+
+    def prepare_for(self, rise_bytes: int) -> None:
+        """Torch is foretold to take so much between two looks."""
+        self._slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
 
     def end_step(self) -> None:
         """What one step showed is what the next is prepared for."""
-        self._slack_bytes = max(LEAST_SLACK_BYTES, self._rise_bytes, self._slack_bytes // 2)
+        self._slack_bytes = max(LEAST_SLACK_BYTES, self._rise_bytes, self._slack_bytes * 7 // 8)
         self._rise_bytes = 0
 
     def _read(self) -> int:
         growth = self._growth_bytes()
+        self._ask_system(growth)
         self.peak_bytes = max(self.peak_bytes, growth)
         self.over_bytes = max(self.over_bytes, growth - self.ram_bytes)
         return growth - (self._ledger.used_bytes - self._pool.fresh_bytes)
+
+    def _ask_system(self, growth: int) -> None:
+        now = time.monotonic()
+        if now - self._asked_at < ASK_SYSTEM_SECONDS:
+            return
+        self._asked_at = now
+        spare = self._spare_bytes()
+        if spare is not None:
+            self._system_bytes = max(0, growth + spare - SYSTEM_MARGIN_BYTES)
 
     def _slack(self) -> int:
         return min(self._slack_bytes, self.ram_bytes // 8)
 
     def _limit(self, unmanaged: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
-        return max(0, self.ram_bytes - max(unmanaged + self._slack(), self._reserve_bytes))
+        left = self.allowed_bytes - max(unmanaged + self._slack(), self._reserve_bytes)
+        return max(self._floor_bytes, left)
 
     def _relieve(self, unmanaged: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move."""
         risen = unmanaged - self._trimmed_bytes
         if risen >= WORTH_TRIMMING_BYTES and free_heap_bytes() >= WORTH_TRIMMING_BYTES:
             unmanaged = self._trim()
-        movable = self._movable_bytes()
-        missing = unmanaged + self._ledger.used_bytes - movable + self._slack() - self.ram_bytes
+        fixed = self._ledger.used_bytes - self._movable_bytes()
+        missing = unmanaged + fixed + self._slack() - self.allowed_bytes
         if missing > 0 and self.spill is not None and self.spill(missing):
             unmanaged = self._trim()
         return unmanaged

@@ -24,6 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from zeepo.planner.plan import Footprint
 
+LOOK_BYTES = 4 << 20
+"""When so much is saved, the engine looks at its budget."""
+
 
 @dataclass
 class _Count:
@@ -34,14 +37,29 @@ class _Count:
     chunk_names: Mapping[int, str]
     held_bytes: int = 0
     saved_bytes: int = 0
-    worst: Footprint = field(default_factory=lambda: Footprint(0, 0, 0, 0, "nothing"))
+    seen_bytes: int = 0
+    """What was held when the engine last looked at the budget."""
+    rise_bytes: int = 0
+    worst: Footprint = field(default_factory=lambda: Footprint(0, 0, 0, 0, 0, "nothing"))
+
+    def look(self) -> None:
+        self.seen_bytes = self.held_bytes
 
     def note(self, what: str, chunks: set[int], extra_bytes: int = 0) -> None:
+        self.rise_bytes = max(self.rise_bytes, self.held_bytes - self.seen_bytes)
         leased = sum(self.chunk_bytes[c] for c in chunks) + extra_bytes
         if leased + self.held_bytes > self.worst.peak_bytes:
             names = ", ".join(sorted(self.chunk_names[c] for c in chunks)[:2])
             moment = f"{what} with {names}" if names else what
-            self.worst = Footprint(leased + self.held_bytes, leased, self.held_bytes, 0, moment)
+            self.worst = Footprint(leased + self.held_bytes, leased, self.held_bytes, 0, 0, moment)
+
+
+def _workspace_bytes(name: str, args: Any, result: Any) -> int:
+    """What a function takes inside: convolutions copy inputs and outputs into another layout."""
+    if not name.startswith("aten::convolution"):
+        return 0
+    images = [t for t in (*_tensors(args), *_tensors(result)) if t.ndim >= 4]
+    return sum(t.numel() * t.element_size() for t in images)
 
 
 class _Watch(TorchDispatchMode):
@@ -69,17 +87,20 @@ class _Watch(TorchDispatchMode):
         self._count.held_bytes += nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         chunks: set[int] = set()
         for tensor in _tensors((args, kwargs)):
             chunk = self._chunk_of.get(tensor.untyped_storage()._cdata)
             if chunk is not None:
                 chunks.add(chunk)
+        if chunks:
+            self._count.look()
+        result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self.hold(tensor)
+        workspace = _workspace_bytes(func.name(), args, result)
         if torch.is_grad_enabled():  # in backward: a node that is waiting while it recomputes
             chunks |= self._chunks_of_node(torch._C._current_autograd_node())
-        self._count.note(func.name(), chunks)
+        self._count.note(func.name(), chunks, workspace)
         return result
 
     def _chunks_of_node(self, node: Any) -> set[int]:
@@ -132,7 +153,12 @@ def simulate(
                 loss.backward()  # type: ignore[no-untyped-call]
     worst = count.worst
     return Footprint(
-        worst.peak_bytes, worst.leased_bytes, worst.torch_bytes, count.saved_bytes, worst.moment
+        worst.peak_bytes,
+        worst.leased_bytes,
+        worst.torch_bytes,
+        count.saved_bytes,
+        count.rise_bytes,
+        worst.moment,
     )
 
 
@@ -177,6 +203,8 @@ def _hooks(count: _Count, managed: Mapping[int, int], spills: bool) -> tuple[Any
         if known is None or known() is not storage:
             seen[storage._cdata] = weakref.ref(storage)
             count.saved_bytes += storage.nbytes()
+            if storage.nbytes() >= LOOK_BYTES:
+                count.look()
         return _Shape(tensor) if spills else tensor
 
     def unpack(kept: Any) -> Tensor:

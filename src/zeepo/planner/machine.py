@@ -36,6 +36,12 @@ class CgroupLimit(NamedTuple):
     version: int
     limit_bytes: int
     used_bytes: int
+    reclaimable_bytes: int
+    """Of that: cached files, which the system drops when it needs the memory."""
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.used_bytes + self.reclaimable_bytes)
 
 
 def cgroup_limits(
@@ -59,8 +65,19 @@ def cgroup_limits(
         for folder in (relative, *relative.parents):  # a limit on a parent holds for us too
             most, used = _read_int(top / folder / limit), _read_int(top / folder / usage)
             if most is not None and used is not None and most < 1 << 60:
-                found.append(CgroupLimit(1 if controllers else 2, most, used))
+                cached = _cached_bytes(top / folder / "memory.stat")
+                found.append(CgroupLimit(1 if controllers else 2, most, used, min(cached, used)))
     return found
+
+
+def _cached_bytes(stat: Path) -> int:
+    """Cached files that are not in use, of a cgroup and those in it."""
+    try:
+        values = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    inactive = values.get("total_inactive_file", values.get("inactive_file", "0"))
+    return int(inactive) if inactive.isdigit() else 0
 
 
 def cgroup_available_bytes(
@@ -68,16 +85,29 @@ def cgroup_available_bytes(
 ) -> int | None:
     """What our memory cgroup still allows, or None without a limit."""
     limits = cgroup_limits(cgroup, root)
-    return min((max(0, one.limit_bytes - one.used_bytes) for one in limits), default=None)
+    return min((one.free_bytes for one in limits), default=None)
 
 
-def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
-    """This process's resident memory, or 0 where it cannot be read."""
-    try:
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+class _Statm:
+    """/proc/self/statm, kept open: it is read wherever the engine needs room."""
 
+    def __init__(self) -> None:
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._pid = 0
+        self._file = -1
+
+    def resident_bytes(self) -> int:
+        if self._pid != os.getpid():  # of a fork the file would still tell its parent's
+            try:
+                self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return 0
+            self._pid = os.getpid()
+        return int(os.pread(self._file, 128, 0).split()[1]) * self._page_bytes
+
+
+resident_bytes = _Statm().resident_bytes
+"""This process's resident memory, or 0 where it cannot be read."""
 
 _RESIDENT_AT_IMPORT = resident_bytes()
 
@@ -101,7 +131,13 @@ def peak_resident_growth_bytes(status: Path = Path("/proc/self/status")) -> int:
     return max(0, peak_kib * 1024 - _RESIDENT_AT_IMPORT)
 
 
+def spare_bytes() -> int | None:
+    """What the machine and our cgroup can still give; None where that cannot be told."""
+    found = [n for n in (machine_available_bytes(), cgroup_available_bytes()) if n is not None]
+    return min(found, default=None)
+
+
 def available_ram_bytes() -> int:
     """What a session may take when the user states no budget."""
-    found = [n for n in (machine_available_bytes(), cgroup_available_bytes()) if n is not None]
-    return int(min(found) * (1 - MARGIN)) if found else 4 << 30
+    spare = spare_bytes()
+    return 4 << 30 if spare is None else int(spare * (1 - MARGIN))

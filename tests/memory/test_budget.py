@@ -1,0 +1,146 @@
+"""The ledger's limit follows the growth of the process, of the system's needs and of the budget."""
+
+import pytest
+
+from zeepo.memory import budget as budget_module
+from zeepo.memory.budget import FIRST_SLACK_BYTES, SYSTEM_MARGIN_BYTES, RamBudget
+from zeepo.memory.ledger import Ledger
+from zeepo.memory.pool import BufferPool
+from zeepo.units import MiB
+
+RAM = 1000 * MiB
+RESERVE = 100 * MiB
+FLOOR = 10 * MiB
+
+
+class Process:
+    """A process whose size is told by the test."""
+
+    def __init__(self) -> None:
+        self.torch_bytes = 0
+        self.free_heap_bytes = 0
+        self.spare_bytes: int | None = None
+        self.num_trims = 0
+        self.spilled: list[int] = []
+        self.ledger = Ledger("ram", RAM)
+        self.pool = BufferPool(self.ledger)
+        self.budget = RamBudget(
+            self.pool,
+            RAM,
+            RESERVE,
+            FLOOR,
+            lambda: self.torch_bytes + self.ledger.used_bytes - self.pool.fresh_bytes,
+            lambda: 0,
+            lambda: self.spare_bytes,
+        )
+
+    def look(self) -> int:
+        self.budget._asked_at = 0.0
+        self.budget.look()
+        assert self.ledger.limit_bytes is not None
+        return self.ledger.limit_bytes
+
+    def trim(self) -> None:
+        self.num_trims += 1
+        self.torch_bytes -= self.free_heap_bytes
+        self.free_heap_bytes = 0
+
+    def spill(self, nbytes: int) -> int:
+        self.spilled.append(nbytes)
+        self.torch_bytes -= nbytes
+        return nbytes
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    one = Process()
+    monkeypatch.setattr(budget_module, "give_back_free_memory", one.trim)
+    monkeypatch.setattr(budget_module, "free_heap_bytes", lambda: one.free_heap_bytes)
+    return one
+
+
+def test_torch_keeps_its_reserve_however_little_it_takes(process: Process) -> None:
+    assert process.look() == RAM - RESERVE
+    process.torch_bytes = 20 * MiB
+    assert process.look() == RAM - RESERVE
+
+
+def test_what_torch_takes_is_not_the_ledgers(process: Process) -> None:
+    process.torch_bytes = 400 * MiB
+    assert process.look() == RAM - 400 * MiB - FIRST_SLACK_BYTES
+    process.torch_bytes = 200 * MiB
+    process.budget.end_step()
+    assert process.look() > RAM - 400 * MiB
+
+
+def test_a_buffer_that_nobody_touched_counts_as_taken(process: Process) -> None:
+    process.torch_bytes = 300 * MiB
+    before = process.look()
+    buffer = process.pool.acquire(64 * MiB, "params")
+    assert process.look() == before
+    buffer.touched()
+    assert process.look() == before
+
+
+def test_memory_that_becomes_the_ledgers_needs_no_room(process: Process) -> None:
+    process.torch_bytes = 300 * MiB
+    before = process.look()
+    process.budget.hand_over(100 * MiB)
+    assert process.ledger.limit_bytes == before + 100 * MiB
+    process.torch_bytes -= 100 * MiB
+    process.ledger.reserve("grads", 100 * MiB)
+    assert process.look() == before + 100 * MiB
+
+
+def test_the_slack_is_what_torch_took_between_two_looks(process: Process) -> None:
+    process.look()
+    process.torch_bytes = 120 * MiB
+    process.look()
+    process.budget.end_step()
+    assert process.budget._slack() == 120 * MiB
+    process.budget.expect(300 * MiB)
+    process.torch_bytes += 310 * MiB
+    process.look()
+    for _ in range(40):
+        process.budget.end_step()
+    assert process.budget._slack() < 16 * MiB
+
+
+def test_the_ledger_keeps_its_floor_however_much_torch_takes(process: Process) -> None:
+    process.torch_bytes = 3 * RAM
+    assert process.look() == FLOOR
+
+
+def test_free_heap_memory_goes_before_anything_else(process: Process) -> None:
+    process.budget.spill = process.spill
+    process.torch_bytes, process.free_heap_bytes = 990 * MiB, 500 * MiB
+    assert process.look() == RAM - 490 * MiB - FIRST_SLACK_BYTES
+    assert (process.num_trims, process.spilled) == (1, [])
+
+
+def test_activations_go_when_nothing_else_is_left(process: Process) -> None:
+    process.budget.spill = process.spill
+    process.torch_bytes = 990 * MiB
+    process.look()
+    assert process.spilled == [990 * MiB + FIRST_SLACK_BYTES - RAM]
+
+
+def test_what_does_not_help_is_not_tried_again_at_once(process: Process) -> None:
+    process.torch_bytes, process.free_heap_bytes = 990 * MiB, 0
+    for _ in range(10):
+        process.free_heap_bytes = 0
+        process.look()
+    assert process.num_trims == 0
+    assert process.budget.over_bytes == 0
+    process.torch_bytes = 1100 * MiB
+    process.look()
+    assert process.budget.over_bytes == 100 * MiB
+
+
+def test_a_system_that_runs_short_has_the_last_word(process: Process) -> None:
+    process.torch_bytes = 200 * MiB
+    process.spare_bytes = 300 * MiB
+    slack = FIRST_SLACK_BYTES
+    assert process.look() == 500 * MiB - SYSTEM_MARGIN_BYTES - 200 * MiB - slack
+    process.spare_bytes = 5000 * MiB
+    assert process.look() == RAM - 200 * MiB - slack
