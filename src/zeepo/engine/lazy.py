@@ -25,20 +25,25 @@ from zeepo.engine.managed import Home, home_of, mark_managed, plain_torch
 from zeepo.engine.manager import Manager
 from zeepo.errors import SessionError
 from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.units import MiB
 
-DEFAULT_RAM_BYTES = 256 * MiB
+DEFAULT_RAM_BYTES = 64 * MiB
 """Without a stated budget: enough to keep writing while values are made."""
+MANAGED_SHARE = 0.5
+"""Of a stated budget; the rest is for values that are being made, and for the heap."""
 
 
 class LazyManager(Manager):
     """Parameters between their making and `init`: one chunk each."""
 
     def __init__(self, options: Options):
-        self._is_limit_stated = options.ram is not None
-        ledger = Ledger("ram", options.ram or DEFAULT_RAM_BYTES)
+        self._ram_bytes = options.ram
+        ram_bytes = options.ram or DEFAULT_RAM_BYTES
+        managed_bytes = max(int(MANAGED_SHARE * ram_bytes), min(ram_bytes, DEFAULT_RAM_BYTES))
+        ledger = Ledger("ram", managed_bytes)
         self._pool = BufferPool(ledger)
         self._disk = DiskTier(
             options.disk or [_default_disk()], options.disk_limit, pool=self._pool
@@ -71,11 +76,11 @@ class LazyManager(Manager):
         """Gradients stay with autograd until a session is there for them."""
 
     def _make_place(self, parameter: nn.Parameter) -> None:
-        """A budget nobody stated grows with the largest parameter: it needs itself and a copy."""
+        """The largest parameter needs itself and a copy: inside a budget, if one was stated."""
         least = 2 * parameter.numel() * parameter.element_size() + self._disk.staging_bytes
         ledger = self.store.ledger
-        if not self._is_limit_stated and (ledger.limit_bytes or 0) < least:
-            ledger.limit_bytes = least
+        if (ledger.limit_bytes or 0) < least:
+            ledger.limit_bytes = least if self._ram_bytes is None else min(least, self._ram_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -90,6 +95,7 @@ class LazyManager(Manager):
             if chunk.is_resident and not chunk.leases:
                 self.store.evict(chunk)
         self._pool.trim()
+        give_back_free_memory()
 
     def hand_over(self, parameter: nn.Parameter) -> Home:
         """The parameter's home, with its bytes in memory of its own, for another manager."""
@@ -110,8 +116,8 @@ class LazyManager(Manager):
 class lazy:
     """Build a model inside a budget: parameters are managed as soon as they are registered.
 
-    `ram` is what parameters may take while the model is built ("512MiB" or bytes); by default
-    256 MiB, or twice the largest parameter. `disk` is a directory, or several, for the rest; by
+    `ram` is how much the process may grow while the model is built ("512MiB" or bytes); by default
+    what is needed, twice the largest parameter. `disk` is a directory, or several, for the rest; by
     default `ZEEPO_DISK` or a temporary directory. Give the model to `zeepo.init` afterwards.
     """
 
