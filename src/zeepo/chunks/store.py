@@ -248,9 +248,10 @@ class ChunkStore:
         """No chunk can leave: saved activations may."""
         if self.budget is None or self.budget.spill is None or self._is_closing:
             return False
-        is_freed = self.budget.spill(nbytes) > 0
+        held_bytes = self.ledger.used_bytes - self.pool.idle_bytes
+        spilled_bytes = self.budget.spill(nbytes)
         self.budget.look()
-        return is_freed
+        return spilled_bytes > 0 or self.ledger.used_bytes - self.pool.idle_bytes < held_bytes
 
     def expect(self, nbytes: int) -> None:
         """Torch is about to take `nbytes` (a gradient): make room as far as that is possible."""
