@@ -70,15 +70,18 @@ RATE = Run("after_step_rate_in_a_tensor_changes")
 READS = Run("after_step_some_are_read")
 RANDOM = Run("blocks_with_random_numbers", placement="activations_recompute")
 STATISTICS = Run("bottlenecks", placement="activations_recompute")
+SAVED = Run("plain_perceptron_adamw", placement="activations_disk", delay_seconds=0.002)
 
 RUNS: dict[str, list[Run]] = {
     "none": [
         *(PLAIN, PIECES, SLOW, ACCUMULATES, SEVERAL_CALLS),
-        *(WRITES, ROOMY, READS_STATE, RATE, READS, RANDOM, STATISTICS),
+        *(WRITES, ROOMY, READS_STATE, RATE, READS, RANDOM, STATISTICS, SAVED),
     ],
     "recipe.copy": [RATE],
     "update.late": [READS],
     "state.stale": [ROOMY, READS_STATE],
+    "activation.write": [SAVED],
+    "activation.wait": [SAVED],
     "recompute.random": [RANDOM],
     "recompute.modules": [STATISTICS],
     "fetch.wait": [SLOW],

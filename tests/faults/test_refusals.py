@@ -140,7 +140,6 @@ def test_the_budget_is_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"activations": "disk"},
         {"precision": "bf16"},
         {"update": "backward"},
         {"durable": True},

@@ -241,7 +241,8 @@ def check(
     chosen = {**PLACEMENTS[placement], "disk": str(scratch), **(options or {})}
     from zeepo.engine.tuning import tuned
 
-    with tuned(**TUNING.get(placement, {})):
+    # What a step will need is estimated in a child: it costs time and cannot change a number here.
+    with tuned(estimate=placement in ACTIVATIONS, **TUNING.get(placement, {})):
         ram_bytes = probe_minimum_ram(case_, chosen) + extra_bytes
         gc.collect()
         actual = run_zeepo(case_, ram_bytes, chosen)

@@ -76,6 +76,8 @@ class Activations:
         self._ended: deque[Ended] = deque()
         self._free_buffers: deque[Buffer] = deque()
         self._is_installed = False
+        self._is_over = False
+        """The tier is closed, and its extents with it."""
         self._undo_disable: Any = None
         self.num_spilled = 0
         self.num_fetched = 0
@@ -138,6 +140,7 @@ class Activations:
                 saved.alias.untyped_storage().copy_(storage, False)
         self._on_disk.clear()
         self._drain()
+        self._is_over = True
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -239,12 +242,13 @@ class Activations:
             saved = reference()
             try:
                 self._store.wait(future)
-            except DiskError:
-                if saved is not None:  # the bytes are still here
-                    saved.extent = None
-                    self._note_in_ram(saved)
+            except DiskError as error:
                 self._being_written.popleft()
-                raise
+                if saved is None:
+                    continue  # nobody needs it any more
+                saved.extent = None  # the bytes are still here
+                self._note_in_ram(saved)
+                raise DiskError(f"{saved.label} could not be sent to disk: {error}") from error
             self._being_written.popleft()
             left -= alias.untyped_storage().nbytes()
             if saved is not None:
@@ -315,6 +319,11 @@ class Activations:
                 return
             self._start_read(saved)
 
+    def clear_up(self) -> None:
+        """Give back what backward has let go of."""
+        with self._store.lock:
+            self._drain()
+
     def _drain(self) -> None:
         """Clear up after what the garbage collector noted."""
         while self._free_buffers:
@@ -327,7 +336,7 @@ class Activations:
             if reading is not None:
                 reading[0].exception()
                 reading[1].release()
-            if extent is not None:
+            if extent is not None and not self._is_over:
                 self._tier.free(extent)
 
 

@@ -182,6 +182,8 @@ class Session:
 
     def _after_step(self) -> None:
         self._manager.end_raw_leases()
+        if self._activations is not None:
+            self._activations.clear_up()
         self._store.trace.end_step()
         self._store.read_ahead()
         self._allowance.end_step()
@@ -197,7 +199,7 @@ class Session:
     def stats(self) -> Stats:
         """What the session holds and has moved so far."""
         self._check_open("stats")
-        return collect_stats(self._store, self._pool, self._disk)
+        return collect_stats(self._store, self._pool, self._disk, self._activations)
 
     @contextlib.contextmanager
     def gathered(self, target: nn.Module | Tensor | Sequence[Tensor]) -> Iterator[list[Tensor]]:

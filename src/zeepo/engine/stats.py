@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from zeepo.chunks.store import ChunkStore
+from zeepo.engine.activations import Activations
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.pool import BufferPool
 
@@ -30,6 +31,10 @@ class Stats(Mapping[str, Any]):
     buffer_reuses: int
     seconds_waited: float
     """Time the training thread waited for transfers."""
+    activations_spilled: int = 0
+    """Saved activations that were sent to disk."""
+    activations_fetched: int = 0
+    """And brought back."""
 
     def __getitem__(self, key: str) -> Any:
         if key not in self:
@@ -46,7 +51,12 @@ class Stats(Mapping[str, Any]):
         return any(field.name == key for field in fields(self))
 
 
-def collect_stats(store: ChunkStore, pool: BufferPool, disk: DiskTier | None) -> Stats:
+def collect_stats(
+    store: ChunkStore,
+    pool: BufferPool,
+    disk: DiskTier | None,
+    activations: Activations | None = None,
+) -> Stats:
     """The snapshot of this moment."""
     counters = store.counters
     ledger = pool.ledger
@@ -64,4 +74,6 @@ def collect_stats(store: ChunkStore, pool: BufferPool, disk: DiskTier | None) ->
         writes=counters.num_writes,
         buffer_reuses=pool.num_reuses,
         seconds_waited=counters.seconds_waited,
+        activations_spilled=activations.num_spilled if activations else 0,
+        activations_fetched=activations.num_fetched if activations else 0,
     )
