@@ -3,7 +3,7 @@
 from zeepo.checkpoint.export import export_models
 from zeepo.checkpoint.load import load_safetensors
 from zeepo.engine import telemetry as _telemetry
-from zeepo.engine.api import close, current_session, export, init
+from zeepo.engine.api import close, current_session, export, init, resize
 from zeepo.engine.lazy import lazy
 from zeepo.engine.session import Session
 from zeepo.errors import (
@@ -42,4 +42,5 @@ __all__ = [
     "init",
     "lazy",
     "load_safetensors",
+    "resize",
 ]

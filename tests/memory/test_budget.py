@@ -31,7 +31,7 @@ class Process:
             FLOOR,
             lambda: self.torch_bytes + self.ledger.used_bytes - self.pool.fresh_bytes,
             lambda: 0,
-            lambda: self.spare_bytes,
+            lambda growth: self.spare_bytes,
         )
 
     def look(self) -> int:

@@ -27,6 +27,7 @@ from zeepo.errors import BudgetError, DiskError
 from zeepo.memory.budget import RamBudget
 from zeepo.planner.machine import resident_growth_bytes, spare_bytes
 from zeepo.planner.plan import TORCH_GROWTH_BYTES, Plan
+from zeepo.planner.pressure import ReclaimRequests
 from zeepo.planner.units import Unit
 from zeepo.units import enough_bytes, format_bytes
 
@@ -51,6 +52,7 @@ class Allowance:
         check_disk_limit(self.plan, options)
         self._excluded_bytes = self._find_excluded_bytes(models, optimizers)
         self._store: ChunkStore | None = None
+        self._requests: ReclaimRequests | None = None
         self._first_forward: FirstForward | None = None
 
     def _find_excluded_bytes(
@@ -73,6 +75,7 @@ class Allowance:
     def follow(self, store: ChunkStore, activations: Activations | None) -> None:
         """From now on the ledger's limit goes with the process's growth."""
         self._store = store
+        requests = self._requests = ReclaimRequests()
         store.budget = RamBudget(
             store.pool,
             self.plan.ram,
@@ -80,10 +83,15 @@ class Allowance:
             self.plan.floor_bytes,
             self.growth_bytes,
             store.movable_bytes,
-            spare_bytes,
+            lambda growth: requests.spare_bytes(growth, spare_bytes),
         )
         if activations is not None:
             store.budget.spill = activations.spill
+
+    def close(self) -> None:
+        self.stop_watching()
+        if self._requests is not None:
+            self._requests.close()
 
     def end_step(self) -> None:
         if self._store is not None and self._store.budget is not None:

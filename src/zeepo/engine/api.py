@@ -34,11 +34,13 @@ def init(
     - disk_limit: how much of it may be used; default: what is free there.
     - params, grads, optimizer_state: "ram" or "disk", where each rests; default "auto": the disk
       if there is one.
+    - activations: what autograd saves: "ram", "disk", "recompute"; default "auto": in RAM, and on
+      disk when memory is short.
     - progress: whether progress is shown on stderr; default "auto": when it is a terminal.
     - events: a file to which every event is appended, one JSON object per line; default: none.
 
-    Known, and refused by name until their time comes: stage, device_memory, activations, precision,
-    update, durable, resume, and num_gpus above 1. zero_offload is accepted: it is what zeepo does.
+    Known, and refused by name until their time comes: stage, device_memory, precision, update,
+    durable, resume, and num_gpus above 1. zero_offload is accepted: it is what zeepo does.
     """
     global _session
     resolved = resolve_options(options, config_path=config)
@@ -64,6 +66,14 @@ def close() -> None:
     session = current_session()
     if session is not None:
         session.close()
+
+
+def resize(*, ram: int | str) -> None:
+    """Give the open session another budget: `session.resize`."""
+    session = current_session()
+    if session is None:
+        raise SessionError("zeepo.resize: no session is open. Open one by zeepo.init.")
+    session.resize(ram=ram)
 
 
 def export(path: str | Path, *, max_shard_bytes: int | str = "5GB") -> None:

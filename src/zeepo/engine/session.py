@@ -296,7 +296,7 @@ class Session:
             try:
                 self._manager.end_raw_leases()
                 self._closing.begin()
-                self._allowance.stop_watching()
+                self._allowance.close()
                 self._recompute.remove()  # before the regions: both patch classes, this one last
                 self._regions.remove()
                 if self._activations is not None:

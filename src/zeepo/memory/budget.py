@@ -39,7 +39,7 @@ class RamBudget:
         floor_bytes: int,
         growth_bytes: Callable[[], int],
         movable_bytes: Callable[[], int],
-        spare_bytes: Callable[[], int | None],
+        spare_bytes: Callable[[int], int | None],
     ) -> None:
         self._pool = pool
         self._ledger = pool.ledger
@@ -47,7 +47,7 @@ class RamBudget:
         self._movable_bytes = movable_bytes
         """What could leave the ledger now."""
         self._spare_bytes = spare_bytes
-        """What the system can still give."""
+        """What the system can still give a process that has grown so much."""
         self._system_bytes: int | None = None
         """The growth that the system can bear, when it was last asked."""
         self._asked_at = 0.0
@@ -122,7 +122,7 @@ class RamBudget:
         if now - self._asked_at < ASK_SYSTEM_SECONDS:
             return
         self._asked_at = now
-        spare = self._spare_bytes()
+        spare = self._spare_bytes(growth)
         if spare is not None:
             self._system_bytes = max(0, growth + spare - SYSTEM_MARGIN_BYTES)
 
