@@ -32,10 +32,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The models are small: a second OpenMP thread costs more than it gives. test-full has the default.
+# The models are small: a second OpenMP thread costs more than it gives, a second process does not.
 test: export OMP_NUM_THREADS = 1
 test: lint typecheck
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-full: lint typecheck
 	$(BIN)/python -m pytest

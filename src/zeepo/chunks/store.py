@@ -28,7 +28,7 @@ from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
 from zeepo.memory.budget import RamBudget
 from zeepo.memory.ledger import Reservation
-from zeepo.memory.pool import Buffer, BufferPool
+from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
 
@@ -267,13 +267,6 @@ class ChunkStore:
         chunks = self._moves.chunks.values()
         movable = [c.resident_bytes for c in chunks if c.home is not None and not c.leases]
         return sum(movable) + self.pool.idle_bytes
-
-    def take_buffer(self, nbytes: int, tag: str) -> Buffer:
-        """A buffer for somebody else's bytes; chunks leave for it."""
-        with self.lock:
-            self.look_at_budget()
-            self._moves.make_buffer_room(nbytes)
-            return self.pool.acquire(nbytes, tag)
 
     def wait(self, future: Future[None]) -> None:
         """Wait for a transfer of somebody else's, and count the time."""

@@ -18,7 +18,6 @@ budget asks for it (`spill`), the oldest first.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -31,10 +30,9 @@ from torch import Tensor
 from zeepo.chunks.storages import address, memory_of, num_users
 from zeepo.engine.managed import Home, home_of, mark_managed
 from zeepo.engine.manager import Manager
-from zeepo.engine.saved import Ended, Handle, Saved
+from zeepo.engine.saved import Ended, Handle, Saved, Weight, check_version, num_own_users
 from zeepo.engine.tuning import Tuning
 from zeepo.errors import DiskError
-from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
 
@@ -42,8 +40,6 @@ LOOK_EVERY_BYTES = 4 << 20
 """How much is saved between two looks at the budget."""
 SPILL_BYTES = 16 << 20
 """The least that is sent down at once when the budget asks."""
-TAG = "activations"
-"""Of the ledger: what was read back."""
 
 
 class Activations:
@@ -74,7 +70,6 @@ class Activations:
         self._next_number = 0
         self._unseen_bytes = 0
         self._ended: deque[Ended] = deque()
-        self._free_buffers: deque[Buffer] = deque()
         self._is_installed = False
         self._is_over = False
         """The tier is closed, and its extents with it."""
@@ -144,12 +139,12 @@ class Activations:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Tensor | Handle:
+    def _pack(self, tensor: Tensor) -> Tensor | Handle | Weight:
         kept = _detached(tensor)
         home = self._home_of_storage(kept)
         if home is not None:
             mark_managed(kept, home)
-            return kept
+            return Weight(kept)
         if not self._is_installed or not self._can_move(kept):
             return kept
         with self._store.lock:
@@ -200,6 +195,7 @@ class Activations:
         """Free so many bytes, if there are as many; how many were freed."""
         with self._store.lock:
             self._drain()
+            self._cancel_reads()
             started = self._send_down(max(nbytes, SPILL_BYTES), only_ours=True)
             self._finish_writes(leave_bytes=0)
             self._drain()
@@ -214,8 +210,8 @@ class Activations:
                 break
             if saved is None or saved.alias is None:
                 continue
-            # Ours: the alias, and the storage object that asks.
-            if only_ours and num_users(saved.alias.untyped_storage()) > 2:
+            # One more: the storage object that asks.
+            if only_ours and num_users(saved.alias.untyped_storage()) > num_own_users(saved) + 1:
                 continue
             del self._in_ram[number]
             self._in_ram_bytes -= saved.nbytes
@@ -256,22 +252,30 @@ class Activations:
 
     def _forget_memory(self, saved: Saved) -> None:
         assert saved.alias is not None
+        for reference in saved.handles:
+            handle = reference()
+            if handle is not None:
+                handle.let_go()
         self._by_address.pop(address(saved.alias.untyped_storage()), None)
         saved.alias = None
         self._on_disk[saved.number] = weakref.ref(saved)
 
     # -- moving up --------------------------------------------------------------------------------
 
-    def _unpack(self, kept: Tensor | Handle) -> Tensor:
+    def _unpack(self, kept: Tensor | Handle | Weight) -> Tensor:
         if isinstance(kept, Tensor):
-            home = home_of(kept)
+            return kept
+        if isinstance(kept, Weight):
+            check_version(kept.tensor.shape, kept.version, kept.tensor._version)
+            home = home_of(kept.tensor)
             if home is not None:  # autograd hands out another tensor, an ordinary one
                 self._manager.lease_for_running_function(home)
-            return kept
+            return kept.tensor
         with self._store.lock, torch.no_grad():
             self._drain()
             saved = kept.saved
             alias = saved.alias
+            kept.check()
             if alias is None:
                 alias = saved.alias = self._fetch(saved)
                 self._note_in_ram(saved)
@@ -281,31 +285,24 @@ class Activations:
     def _fetch(self, saved: Saved) -> Tensor:
         self._start_read(saved)
         assert saved.reading is not None
-        (future, buffer), saved.reading = saved.reading, None
-        try:
-            if not sabotaged("activation.wait"):
+        (future, memory), saved.reading = saved.reading, None
+        if not sabotaged("activation.wait"):
+            try:
                 self._store.wait(future)
-        except BaseException:
-            future.exception()  # the buffer must not have another holder before this is over
-            buffer.release()
-            raise
-        buffer.touched()
+            finally:
+                future.exception()  # the memory must not be used for anything else before
         self._on_disk.pop(saved.number, None)
         self.num_fetched += 1
-        memory = (ctypes.c_ubyte * saved.nbytes).from_address(buffer.address)
-        weakref.finalize(memory, self._free_buffers.append, buffer)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
 
     def _start_read(self, saved: Saved) -> None:
-        if saved.reading is not None:
-            return
-        assert saved.extent is not None
-        buffer = self._store.take_buffer(saved.nbytes, TAG)
-        try:
-            saved.reading = self._tier.read(saved.extent, buffer.memory), buffer
-        except BaseException:
-            buffer.release()
-            raise
+        """Into memory of torch's, as if it had never been away; chunks make room for it."""
+        if saved.reading is None:
+            assert saved.extent is not None
+            self._store.expect(saved.nbytes)
+            memory = torch.empty(saved.nbytes, dtype=torch.uint8)
+            future = self._tier.read(saved.extent, memory_of(memory.untyped_storage()))
+            saved.reading = future, memory
 
     def _read_ahead(self, number: int) -> None:
         """Start to read what backward needs next, as far as there is room without moving others."""
@@ -315,7 +312,7 @@ class Activations:
             if saved is None:
                 continue
             ahead_bytes += saved.nbytes
-            if ahead_bytes > self._window_bytes or not self._store.pool.can_acquire(saved.nbytes):
+            if ahead_bytes > self._window_bytes or not self._store.ledger.can_reserve(saved.nbytes):
                 return
             self._start_read(saved)
 
@@ -324,10 +321,16 @@ class Activations:
         with self._store.lock:
             self._drain()
 
+    def _cancel_reads(self) -> None:
+        """What was read ahead and not asked for stays on disk."""
+        for reference in self._on_disk.values():
+            saved = reference()
+            if saved is not None and saved.reading is not None:
+                (future, _), saved.reading = saved.reading, None
+                future.exception()
+
     def _drain(self) -> None:
         """Clear up after what the garbage collector noted."""
-        while self._free_buffers:
-            self._free_buffers.popleft().release()
         while self._ended:
             number, nbytes, extent, reading = self._ended.popleft()
             if self._in_ram.pop(number, None) is not None:
@@ -335,7 +338,6 @@ class Activations:
             self._on_disk.pop(number, None)
             if reading is not None:
                 reading[0].exception()
-                reading[1].release()
             if extent is not None and not self._is_over:
                 self._tier.free(extent)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from zeepo.chunks.storages import address
 from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import storage_of
-from zeepo.engine.saved import Handle
+from zeepo.engine.saved import Handle, Weight
 from zeepo.sabotage import sabotaged
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -175,6 +175,7 @@ def chunks_saved_by(
         saved = getattr(node, name)
         for item in saved if isinstance(saved, (list, tuple)) else (saved,):
             data = getattr(item, "data", None)
+            data = data.tensor if isinstance(data, Weight) else data
             if isinstance(data, Tensor):
                 if data.layout is torch.strided:
                     chunk = by_storage.get(address(storage_of(data)))

@@ -48,6 +48,7 @@ _CALLS_OTHERS = frozenset(
         "deliver",
         "Interrupts._run",
         "Interrupts._deliver",
+        "FirstForward.__init__.<locals>.call",
         "_joined",
         "_set_data",
         "Manager.run",
