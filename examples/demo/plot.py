@@ -52,7 +52,7 @@ def _headline(result: dict[str, Any]) -> str:
 
 
 def _draw_memory(axes: Axes, name: str, run: dict[str, Any]) -> None:
-    """A curve with its name above it, in the middle of training."""
+    """A curve with its name in the middle of training: above it, or below where the budget is."""
     inside = [(at, mib) for at, mib in run["samples_mib"] if at <= run["total_seconds"]]
     seconds = [at for at, _ in inside]
     gib = [mib * MiB / GiB for _, mib in inside]
@@ -62,10 +62,11 @@ def _draw_memory(axes: Axes, name: str, run: dict[str, Any]) -> None:
     trained = [value for at, value in zip(seconds, gib, strict=True) if begin <= at <= end]
     text = f"{TITLES[name]}: +{run['growth_bytes'] / GiB:.2f} GiB, "
     text += f"{run['seconds_per_step']:.2f} s per step"
-    place = ((begin + end) / 2, max(trained or gib))
+    is_above = name == "plain"
+    place = ((begin + end) / 2, max(trained or gib) if is_above else min(trained or gib))
     axes.annotate(
-        text, place, (0, 4), textcoords="offset points", ha="center", color=COLOURS[name],
-        weight="bold", fontsize=11,
+        text, place, (0, 4 if is_above else -18), textcoords="offset points", ha="center",
+        color=COLOURS[name], weight="bold", fontsize=11,
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class _Count:
         self.seen_bytes = self.held_bytes
 
     def note(self, what: str, chunks: set[int], extra_bytes: int = 0) -> None:
-        self.rise_bytes = max(self.rise_bytes, self.held_bytes - self.seen_bytes)
+        self.rise_bytes = max(self.rise_bytes, self.held_bytes - self.seen_bytes + extra_bytes)
         leased = sum(self.chunk_bytes[c] for c in chunks) + extra_bytes
         if leased + self.held_bytes > self.worst.peak_bytes:
             names = ", ".join(sorted(self.chunk_names[c] for c in chunks)[:2])
