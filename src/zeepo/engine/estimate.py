@@ -14,6 +14,7 @@ import json
 import os
 import select
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,7 @@ def _answer_and_exit(run: Callable[[], dict[str, Any]], writer: int) -> None:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (the process ends first)
         gc.disable()
         torch.set_num_threads(1)  # the parent's threads did not come along
         answer = run()
