@@ -1,10 +1,11 @@
 """Does a run stay inside what it was given? Five models in memory cgroups, swap off.
 
 The judge is the kernel: a child that needs more than its cgroup's limit is killed, and the cgroup's
-own high-water mark is kept. Two questions:
+own high-water mark is kept. Three questions:
 
     python benchmarks/budget.py prove [NAMES]     # a stated ram, limit = ram + RSS after import
     python benchmarks/budget.py minimum [NAMES]   # ram = plan.minimum_ram: limits around it
+    python benchmarks/budget.py export [NAMES]    # as prove, with one step and an export at the end
 
 Losses of every run that survives are compared bit for bit with plain PyTorch's. Needs root for the
 cgroups. Writes JSON under benchmarks/results.
@@ -31,7 +32,7 @@ MiB = 1 << 20
 STEPS = 3
 
 
-def child(name: str, ram: str, disk: str, num_steps: int) -> None:
+def child(name: str, ram: str, disk: str, num_steps: int, export_to: str = "") -> None:
     """Train one of the models and tell what happens, a JSON line each."""
     import torch
 
@@ -69,15 +70,34 @@ def child(name: str, ram: str, disk: str, num_steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         tell(loss=loss.item().hex(), seconds=time.perf_counter() - started)
+    if export_to:
+        if session is not None:
+            session.export(export_to)
+        else:
+            tell(values_equal=_equals_exported(model, Path(export_to)))
     os._exit(0)  # giving the model back is not the question here
 
 
-def run(name: str, ram: str, limit_bytes: int | None, num_steps: int) -> dict[str, Any]:
+def _equals_exported(model: Any, folder: Path) -> bool:
+    """Whether a plainly trained model has the exported values, bit for bit."""
+    import torch
+    from safetensors.torch import load_file
+
+    exported: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        exported |= load_file(path)
+    state = model.state_dict()
+    return set(state) == set(exported) and all(torch.equal(state[k], exported[k]) for k in state)
+
+
+def run(
+    name: str, ram: str, limit_bytes: int | None, num_steps: int, export_to: str = ""
+) -> dict[str, Any]:
     """One child in a cgroup of its own; `limit_bytes` is beyond what it has after import."""
     from memory_cgroup import MemoryCgroup
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as disk, MemoryCgroup() as cgroup:
-        command = [sys.executable, __file__, "child", name, ram, disk, str(num_steps)]
+        command = [sys.executable, __file__, "child", name, ram, disk, str(num_steps), export_to]
         process = cgroup.start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         facts: dict[str, Any] = {"losses": [], "seconds": [], "limit_bytes": limit_bytes}
         assert process.stdout is not None
@@ -114,6 +134,16 @@ def prove(name: str) -> dict[str, Any]:
     return {"plain": plain, "bounded": bounded, "losses_equal": is_equal, "ram": RAM[name]}
 
 
+def export(name: str) -> dict[str, Any]:
+    """A step and an export inside the budget; a plain process trains too and compares the values."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        bounded = run(name, RAM[name], _bytes(RAM[name]), 1, folder)
+        print(f"{name}: exported, ram={RAM[name]} {describe(bounded)}", flush=True)
+        plain = run(name, "plain", None, 1, folder)
+    print(f"{name}: values equal bit for bit: {plain.get('values_equal')}", flush=True)
+    return {"bounded": bounded, "plain": plain, "ram": RAM[name]}
+
+
 def minimum(name: str) -> dict[str, Any]:
     """`plan.minimum_ram` against the cgroups in which a run with it survives."""
     predicted = run(name, "8GiB", None, 1)["minimum_ram"]
@@ -137,12 +167,12 @@ def _bytes(text: str) -> int:
 
 def main() -> None:
     if sys.argv[1:2] == ["child"]:
-        child(*sys.argv[2:5], int(sys.argv[5]))
+        child(*sys.argv[2:5], int(sys.argv[5]), *sys.argv[6:])
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("question", choices=["prove", "minimum"])
+    parser.add_argument("question", choices=["prove", "minimum", "export"])
     parser.add_argument("names", nargs="*", default=list(RAM))
     args = parser.parse_args()
-    answer = prove if args.question == "prove" else minimum
+    answer = {"prove": prove, "minimum": minimum, "export": export}[args.question]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
