@@ -135,7 +135,7 @@ def prove(name: str) -> dict[str, Any]:
 
 
 def export(name: str) -> dict[str, Any]:
-    """A step and an export inside the budget; a plain process trains too and compares the values."""
+    """A step and an export inside the budget; a plain process does the same step and compares."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         bounded = run(name, RAM[name], _bytes(RAM[name]), 1, folder)
         print(f"{name}: exported, ram={RAM[name]} {describe(bounded)}", flush=True)
