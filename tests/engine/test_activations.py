@@ -107,6 +107,25 @@ def test_the_users_own_hooks_see_what_they_would(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
+def test_a_block_of_other_hooks_is_left_as_it_was(tmp_path: Path) -> None:
+    model, optimizer = build()
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        session = open_session(model, optimizer, tmp_path)
+        loss_of(model, 0).backward()
+    num_packed = len(packed)
+    assert num_packed > 0
+    loss_of(model, 1).backward()
+    assert len(packed) == num_packed, "the user's hooks ended with their block"
+    session.close()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_a_change_in_place_is_refused_as_torch_does(tmp_path: Path) -> None:
     model, optimizer = build()
     for mode in ("auto", "disk"):

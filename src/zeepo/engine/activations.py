@@ -80,7 +80,13 @@ class Activations:
     # -- torch's hooks ----------------------------------------------------------------------------
 
     def install(self) -> None:
-        """See everything that is saved from now on, in this thread."""
+        """See everything that is saved from now on, in this thread.
+
+        Inside a block of somebody else's hooks we stay out: leaving it would take ours away, not
+        his. Activations then stay in RAM.
+        """
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         self._is_installed = True
         original = torch.autograd.graph.disable_saved_tensors_hooks

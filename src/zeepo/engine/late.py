@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zeepo.config import Options
 from zeepo.engine.session import Session
 from zeepo.errors import SessionError
+from zeepo.planner.plan import Plan
 
 
 def live_optimizers(models: list[nn.Module] | None = None) -> list[Optimizer]:
@@ -69,6 +70,12 @@ class LateSession(Session):
                 f"session.{what}: nothing is adopted yet. zeepo.init() without a model waits for "
                 "the first forward of a module with parameters in an optimizer."
             )
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, once the model is known."""
+        self._check_open("plan")
+        return super().plan
 
     def __enter__(self) -> Session:
         return self
