@@ -18,6 +18,9 @@ TORCH_GROWTH_BYTES = 96 * MiB
 """What torch's lazily loaded parts take after import (measured: 84 MiB for the first optimizer)."""
 ACTIVATION_BYTES = 16 * MiB
 """For activations and temporaries as long as no batch was seen, and never less."""
+TOLERATED_BYTES = 48 * MiB
+"""A batch that needs so much more than was set aside does not change the least budget: what was
+accepted for the model alone would be refused for a trifle."""
 LARGE_BYTES = 32 * MiB
 """Gradients up to this size are copied into buffers: for a moment they are there twice.
 
@@ -186,7 +189,8 @@ class Plan:
                 "grads": 0,
                 "activations": self.footprint.torch_bytes + in_motion,
             }
-            items = max((items, real), key=lambda item: sum(item.values()))
+            if sum(real.values()) > sum(items.values()) + TOLERATED_BYTES:
+                items = real
         return items
 
     def _updating(self, in_ram: dict[str, bool]) -> dict[str, int]:
