@@ -70,21 +70,13 @@ EVERY_PLACEMENT = [
 
 OTHER_ACTIVATIONS = [
     "autocast",
-    "averaged_weights_with_batch_norm",
-    "blocks_run_twice",
     "blocks_with_random_numbers",
-    "bottlenecks",
     "custom_function",
     "deep_sequential",
-    "exception_in_forward",
-    "functional_call",
     "gradient_penalty",
     "hf_gpt2",
-    "hf_llama",
-    "language_model_tied",
     "mixture_of_experts",
     "old_graph_after_step",
-    "random_layer_drop",
     "recurrent_lstm",
     "retain_graph_twice",
 ]
