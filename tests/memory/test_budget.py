@@ -70,7 +70,7 @@ def test_what_torch_takes_is_not_the_ledgers(process: Process) -> None:
     assert process.look() == RAM - 400 * MiB - FIRST_SLACK_BYTES
     process.torch_bytes = 200 * MiB
     process.budget.end_step()
-    assert process.look() == RAM - 200 * MiB - RAM // 4, "ready for another rise, within reason"
+    assert process.look() == RAM - 200 * MiB - RAM // 8, "ready for another rise, within reason"
 
 
 def test_a_buffer_that_nobody_touched_counts_as_taken(process: Process) -> None:

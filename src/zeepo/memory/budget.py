@@ -127,7 +127,7 @@ class RamBudget:
             self._system_bytes = max(0, growth + spare - SYSTEM_MARGIN_BYTES)
 
     def _slack(self) -> int:
-        return min(self._slack_bytes, self.ram_bytes // 4)
+        return min(self._slack_bytes, self.ram_bytes // 8)
 
     def _limit(self, unmanaged: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
