@@ -62,6 +62,19 @@ def test_everything_saved_goes_and_comes_back(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_larger_than_the_window_is_let_go_too(tmp_path: Path) -> None:
+    """It is sent down while it is being saved: nobody of ours may keep its memory after that."""
+    model, optimizer = build()
+    with open_session(model, optimizer, tmp_path) as session:
+        loss = loss_of(model, 0)
+        session._activations._finish_writes(leave_bytes=0)
+        references = session._activations._on_disk.values()
+        handles = [h() for saved in references for h in saved().handles]
+        assert len(handles) >= 10
+        assert all(handle.tensor is None for handle in handles if handle is not None)
+        loss.backward()
+
+
 def test_a_graph_that_outlives_the_session_is_whole(tmp_path: Path) -> None:
     model, optimizer = build()
     session = open_session(model, optimizer, tmp_path)

@@ -34,10 +34,9 @@ from zeepo.engine.saved import Ended, Handle, Saved, Weight, check_version, num_
 from zeepo.engine.tuning import Tuning
 from zeepo.errors import DiskError
 from zeepo.memory.tier import Tier
+from zeepo.planner.footprint import LOOK_BYTES
 from zeepo.sabotage import sabotaged
 
-LOOK_EVERY_BYTES = 4 << 20
-"""How much is saved between two looks at the budget."""
 SPILL_BYTES = 16 << 20
 """The least that is sent down at once when the budget asks."""
 
@@ -136,9 +135,7 @@ class Activations:
         for reference in list(self._on_disk.values()):
             saved = reference()
             if saved is not None:
-                storage = self._fetch(saved).untyped_storage()
-                saved.alias = torch.empty(saved.nbytes, dtype=torch.uint8)
-                saved.alias.untyped_storage().copy_(storage, False)
+                saved.alias = self._fetch(saved)
         self._on_disk.clear()
         self._drain()
         self._is_over = True
@@ -158,9 +155,12 @@ class Activations:
             storage = kept.untyped_storage()
             known = self._by_address.get(address(storage))
             saved = known() if known is not None else None
-            if saved is None or saved.alias is None:
-                saved = self._keep(kept, storage)
-            return Handle(saved, kept)
+            if saved is not None and saved.alias is not None:
+                return Handle(saved, kept)
+            saved = self._keep(kept, storage)
+            handle = Handle(saved, kept)  # known to `saved` before anything is sent down
+            self._make_way(saved.nbytes)
+            return handle
 
     def _can_move(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
@@ -182,14 +182,17 @@ class Activations:
         self._next_number += 1
         self._by_address[address(storage)] = weakref.ref(saved)
         self._note_in_ram(saved)
-        self._unseen_bytes += saved.nbytes
+        return saved
+
+    def _make_way(self, nbytes: int) -> None:
+        """So much more is kept: what the mode or the budget does not allow goes."""
+        self._unseen_bytes += nbytes
         if self._is_eager:
             self._send_down(self._in_ram_bytes - self._window_bytes)
             self._finish_writes(leave_bytes=self._window_bytes)
-        if self._unseen_bytes >= LOOK_EVERY_BYTES:
+        if self._unseen_bytes >= LOOK_BYTES:
             self._unseen_bytes = 0
             self._store.look_at_budget()
-        return saved
 
     def _note_in_ram(self, saved: Saved) -> None:
         self._in_ram[saved.number] = weakref.ref(saved)

@@ -101,4 +101,5 @@ def check_version(shape: torch.Size, saved_version: int, version: int) -> None:
 def num_own_users(saved: Saved) -> int:
     """How many tensors of ours use the memory: the alias, and what handles keep."""
     handles = [handle for reference in saved.handles if (handle := reference()) is not None]
-    return 1 + sum(handle.tensor is not None for handle in handles)
+    tensors = [saved.alias, *(handle.tensor for handle in handles)]
+    return len({id(tensor) for tensor in tensors if tensor is not None})

@@ -75,11 +75,6 @@ class RamBudget:
         """The growth that is allowed now: `ram`, or less when the system has not that much."""
         return min(self.ram_bytes, self.ram_bytes if (s := self._system_bytes) is None else s)
 
-    @property
-    def unmanaged_bytes(self) -> int:
-        """What the process has grown beside the ledger, at the last look."""
-        return self._last_bytes
-
     def look(self) -> None:
         """Read how large the process is and set the ledger's limit."""
         unmanaged = self._read()
