@@ -98,7 +98,8 @@ def run(
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as disk, MemoryCgroup() as cgroup:
         command = [sys.executable, __file__, "child", name, ram, disk, str(num_steps), export_to]
-        process = cgroup.start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        errors = (Path(disk) / "stderr").open("w+")
+        process = cgroup.start(command, stdout=subprocess.PIPE, stderr=errors)
         facts: dict[str, Any] = {"losses": [], "seconds": [], "limit_bytes": limit_bytes}
         assert process.stdout is not None
         for line in process.stdout:
@@ -111,7 +112,11 @@ def run(
                 facts["losses"].append(fact.pop("loss"))
                 facts["seconds"].append(round(fact.pop("seconds"), 2))
             facts.update(fact)
-        facts["survived"] = process.wait() == 0
+        facts["exit_code"] = process.wait()
+        facts["survived"] = facts["exit_code"] == 0
+        errors.seek(0)
+        facts["last_words"] = "" if facts["survived"] else errors.read()[-600:]
+        errors.close()
         facts["peak_bytes"] = cgroup.peak_bytes()
     return facts
 
@@ -120,6 +125,8 @@ def describe(facts: dict[str, Any]) -> str:
     peak = (facts["peak_bytes"] - facts["usage_after_import"]) / MiB
     limit = "none" if facts["limit_bytes"] is None else f"{facts['limit_bytes'] / MiB:.0f}"
     verdict = "survived" if facts["survived"] else "killed"
+    if facts["exit_code"] > 0:
+        verdict = f"refused ({facts['last_words'].strip().splitlines()[-1][:160]})"
     return f"limit {limit:>5} MiB over RSS after import: {verdict}, cgroup grew {peak:.0f} MiB"
 
 
@@ -148,7 +155,7 @@ def minimum(name: str) -> dict[str, Any]:
     """`plan.minimum_ram` against the cgroups in which a run with it survives."""
     predicted = run(name, "8GiB", None, 1)["minimum_ram"]
     tries = {}
-    for share in (1 / 0.9, 1.0, 1 / 1.15, 0.75):
+    for share in (1 / 0.9, 1.0, 1 / 1.07, 1 / 1.15, 0.75):
         facts = run(name, str(predicted), int(predicted * share), 2)
         tries[f"{share:.3f}"] = facts
         print(
