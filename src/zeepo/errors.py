@@ -26,6 +26,10 @@ class CorruptionError(DiskError):
     """Bytes that came back from disk are not the bytes that were written."""
 
 
+class RankError(ZeepoError, ConnectionError):
+    """Another rank died, does not answer, or does something else than this one."""
+
+
 class SessionError(ZeepoError, RuntimeError):
     """A session was used outside its life: a second `init`, or use of a closed session."""
 

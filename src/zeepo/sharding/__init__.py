@@ -1,0 +1,1 @@
+"""Whose bytes they are: ranges per rank, and the network over which ranks ask each other."""

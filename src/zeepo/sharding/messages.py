@@ -1,0 +1,53 @@
+"""What ranks say to each other. Pure.
+
+A message is sixteen numbers: a topic, an identity, the arguments, and how many bytes follow.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum
+
+NUM_NUMBERS = 16
+NUM_ARGUMENTS = NUM_NUMBERS - 3
+
+
+class Topic(IntEnum):
+    """What a message is about."""
+
+    BEAT = 1
+    """I am alive, and this is where I am."""
+    BYE = 2
+    """I close: nothing more will come from me."""
+    PULL = 3
+    """Give me bytes: kind, key, version, low, high."""
+    DATA = 4
+    """The bytes you asked for; they follow."""
+    LOAN = 5
+    """The bytes you asked for lie at this address of mine; copy them and give them back."""
+    RETURN = 6
+    """I have copied them."""
+    NOTE = 7
+    """A fact for everybody: subject, number, and bytes."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message, as it is sent and received."""
+
+    topic: Topic
+    identity: int = 0
+    arguments: tuple[int, ...] = ()
+    payload_bytes: int = 0
+
+    def encode(self) -> array[int]:
+        """The sixteen numbers."""
+        numbers = [int(self.topic), self.identity, self.payload_bytes, *self.arguments]
+        return array("q", numbers + [0] * (NUM_NUMBERS - len(numbers)))
+
+
+def decode(numbers: array[int]) -> Message:
+    """The message that `encode` made these numbers of."""
+    topic, identity, payload_bytes, *arguments = numbers
+    return Message(Topic(topic), identity, tuple(arguments), payload_bytes)

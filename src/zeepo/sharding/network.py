@@ -1,0 +1,405 @@
+"""The other ranks: asking them for bytes, telling them facts, and noticing when they are gone.
+
+There is one way for bytes to move between ranks: who needs them asks who has them. An answer needs
+only the owner's link threads, never its training thread, so ranks may run different modules, or a
+different number of them, and nothing hangs. On one host the bytes are copied straight out of the
+owner's memory; otherwise they are sent.
+
+[Note: waiting for ranks]
+The training thread waits in `wait_for` alone. There it lets go of the session's lock, which the
+link threads need to look up what others ask for, and watches the ranks it waits for: one that is
+gone, or silent for longer than `patience_seconds`, is named in a RankError.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zeepo.errors import RankError
+from zeepo.sharding.link import Link
+from zeepo.sharding.messages import Message, Topic
+from zeepo.sharding.neighbour import allow_reading, host_name, read_memory
+
+CHECK_SECONDS = 0.2
+SILENT_SECONDS = 5.0
+"""A rank that is not heard of for this long is named; training goes on when it wakes up."""
+STRAGGLER_SECONDS = 1.0
+PHASES = ("outside a step", "in forward", "in backward", "in optimizer.step", "closing")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Bytes of another rank: which ones, and of which version."""
+
+    kind: int
+    key: int
+    version: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Memory that stays as it is until it is given back."""
+
+    memory: memoryview
+    give_back: Callable[[], None]
+
+
+Reply = Callable[[Loan], None]
+Provider = Callable[[Wanted, Reply], bool]
+"""Answers a request, at once or later; False when that version is not there yet."""
+
+
+class PeerFuture(Future[None]):
+    """A transfer from other ranks; waiting for it watches them."""
+
+    def __init__(self, network: Network, what: str):
+        super().__init__()
+        self.what = what
+        self.waits_for: set[int] = set()
+        self._network = network
+
+    def result(self, timeout: float | None = None) -> None:
+        self._network.wait_for(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._network.wait_for(self)
+        return super().exception(timeout)
+
+
+@dataclass
+class _Pull:
+    peer: int
+    target: memoryview
+    future: PeerFuture
+
+
+@dataclass
+class Counters:
+    """What this rank sent and waited for."""
+
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    """Kind -> bytes of this rank that others took."""
+    bytes_received: dict[str, int] = field(default_factory=dict)
+    seconds_waited: dict[str, float] = field(default_factory=dict)
+    """What was waited for (mostly a unit) -> seconds."""
+
+
+class Network:
+    """The ranks of one session."""
+
+    def __init__(
+        self,
+        group: Any,
+        lock: threading.RLock,  # type: ignore[valid-type]
+        patience_seconds: float,
+        kinds: dict[int, str],
+    ):
+        self.rank: int = group.rank()
+        self.num_ranks: int = group.size()
+        self.peers = [r for r in range(self.num_ranks) if r != self.rank]
+        self.counters = Counters()
+        self.provider: Provider | None = None
+        self.on_straggler: Callable[[int, str, float], None] = lambda rank, what, seconds: None
+        self.on_silent: Callable[[str], None] = lambda message: None
+        self.position = (0, 0)
+        """Step and phase of the training thread, for the others to read."""
+        self._kinds = kinds
+        self._lock: Any = lock
+        self._patience_seconds = patience_seconds
+        self._state = threading.Condition()
+        """Guards everything below; held for moments only, with no other lock inside."""
+        self._identities = itertools.count(1)
+        self._pulls: dict[int, _Pull] = {}
+        self._loans: dict[tuple[int, int], Loan] = {}
+        self._parked: list[tuple[int, Message]] = []
+        self._notes: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._arriving: dict[int, bytearray] = {}
+        self._positions: dict[int, tuple[int, int]] = {}
+        self._ended: dict[int, str] = {}
+        self._near: dict[int, int] = {}
+        """Ranks whose memory we can read -> their process."""
+        self._named_silent: set[int] = set()
+        self._links = {peer: Link(group, peer, self) for peer in self.peers}
+        for link in self._links.values():
+            link.start()
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    def pull(self, peer: int, wanted: Wanted, target: memoryview, future: PeerFuture) -> None:
+        """Ask a rank for bytes; `future` must count the peer among those it waits for."""
+        identity = next(self._identities)
+        with self._state:
+            if peer in self._ended:
+                future.set_exception(self._gone(peer, future.what))
+                return
+            self._pulls[identity] = _Pull(peer, target, future)
+        can_read = int(peer in self._near)
+        self._links[peer].post(
+            Message(
+                Topic.PULL,
+                identity,
+                (wanted.kind, wanted.key, wanted.version, wanted.low, wanted.high, can_read),
+            )
+        )
+
+    def look_again(self) -> None:
+        """Something changed: requests that could not be answered may be answered now."""
+        with self._state:
+            parked, self._parked = self._parked, []
+        for peer, message in parked:
+            self._answer(peer, message)
+
+    def _answer(self, peer: int, message: Message) -> None:
+        kind, key, version, low, high, can_read = message.arguments[:6]
+
+        def reply(loan: Loan) -> None:
+            self._count(self.counters.bytes_sent, kind, high - low)
+            if not can_read:
+                data = Message(Topic.DATA, message.identity, (kind,), loan.memory.nbytes)
+                self._links[peer].post(data, loan.memory, loan.give_back)
+                return
+            with self._state:
+                is_gone = peer in self._ended
+                if not is_gone:
+                    self._loans[peer, message.identity] = loan
+            if is_gone:
+                loan.give_back()
+                return
+            address = _address_of(loan.memory)
+            self._links[peer].post(Message(Topic.LOAN, message.identity, (kind, address)))
+
+        assert self.provider is not None
+        if not self.provider(Wanted(kind, key, version, low, high), reply):
+            with self._state:
+                self._parked.append((peer, message))
+
+    # -- telling ----------------------------------------------------------------------------------
+
+    def tell(self, subject: int, number: int, fact: bytes) -> None:
+        """Let every rank know a fact, by subject and number."""
+        note = Message(Topic.NOTE, 0, (subject, number), len(fact))
+        for link in self._links.values():
+            link.post(note, memoryview(bytearray(fact)) if fact else None)
+
+    def heard(self, subject: int, number: int) -> dict[int, bytes]:
+        """What the others have told so far, by rank."""
+        with self._state:
+            return dict(self._notes.get((subject, number), {}))
+
+    def collect(self, subject: int, number: int, fact: bytes, what: str) -> list[bytes]:
+        """Tell a fact and wait for everybody's: the same list, by rank, on every rank."""
+        self.tell(subject, number, fact)
+        others = self.await_all(subject, number, what)
+        return [fact if r == self.rank else others[r] for r in range(self.num_ranks)]
+
+    def await_all(self, subject: int, number: int, what: str) -> dict[int, bytes]:
+        """Wait until every other rank has told."""
+        started = time.monotonic()
+        missing: set[int] = set()
+        with self._let_go():
+            while True:
+                with self._state:
+                    told = self._notes.get((subject, number), {})
+                    if len(told) == len(self.peers):
+                        del self._notes[subject, number]
+                        break
+                    missing = {peer for peer in self.peers if peer not in told}
+                    gone = missing & self._ended.keys()
+                    if gone:
+                        raise self._gone(min(gone), what)
+                    self._state.wait(CHECK_SECONDS)
+                self._check_silent(missing, what)
+        self._note_wait(missing, what, started)
+        return told
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def wait_for(self, future: PeerFuture) -> None:
+        """[Note: waiting for ranks]"""
+        if future.done():
+            return
+        started = time.monotonic()
+        waits_for = set(future.waits_for)
+        with self._let_go():
+            while not future.done():
+                try:
+                    Future.exception(future, CHECK_SECONDS)
+                except TimeoutError:
+                    self._check_silent(future.waits_for, future.what)
+        self._note_wait(waits_for, future.what, started)
+
+    @contextmanager
+    def _let_go(self) -> Iterator[None]:
+        """Without the session's lock, however often this thread holds it."""
+        if not self._lock._is_owned():
+            yield
+            return
+        held = self._lock._release_save()
+        try:
+            yield
+        finally:
+            self._lock._acquire_restore(held)
+
+    def _note_wait(self, peers: Iterable[int], what: str, started: float) -> None:
+        seconds = time.monotonic() - started
+        waited = self.counters.seconds_waited
+        waited[what] = waited.get(what, 0.0) + seconds
+        if seconds > STRAGGLER_SECONDS:
+            for peer in peers:
+                self.on_straggler(peer, what, seconds)
+
+    def _check_silent(self, peers: Iterable[int], what: str) -> None:
+        now = time.monotonic()
+        for peer in sorted(peers):
+            silent = now - self._links[peer].last_heard
+            if silent > self._patience_seconds:
+                raise RankError(
+                    f"rank {self.rank} waits for rank {peer} ({what}), which has not been heard of "
+                    f"for {silent:.1f} s; it was {self._where(peer)}. It hangs, is stopped, or the "
+                    "network is cut. Look at that rank; raise patience if it may be slow."
+                )
+            if silent > SILENT_SECONDS and peer not in self._named_silent:
+                self._named_silent.add(peer)
+                self.on_silent(
+                    f"rank {self.rank} waits for rank {peer} ({what}), which has not been heard of "
+                    f"for {silent:.1f} s; it was {self._where(peer)}. Training goes on when it "
+                    f"wakes up; after {self._patience_seconds:.0f} s it is given up."
+                )
+
+    def _where(self, peer: int) -> str:
+        step, phase = self._positions.get(peer, (0, 0))
+        return f"{PHASES[phase]}, step {step}"
+
+    def _gone(self, peer: int, what: str) -> RankError:
+        return RankError(
+            f"rank {self.rank} waits for rank {peer} ({what}), but {self._ended[peer]}; it was "
+            f"{self._where(peer)}. Look at what rank {peer} printed last, and start again from the "
+            "last checkpoint."
+        )
+
+    # -- what arrives (in the links' threads) -----------------------------------------------------
+
+    def place_for(self, peer: int, message: Message) -> memoryview:
+        if message.topic is Topic.DATA:
+            with self._state:
+                return self._pulls[message.identity].target
+        room = bytearray(message.payload_bytes)
+        self._arriving[peer] = room
+        return memoryview(room)
+
+    def receive(self, peer: int, message: Message) -> None:
+        self._named_silent.discard(peer)
+        if message.topic is Topic.BEAT:
+            self._positions[peer] = (message.arguments[0], message.arguments[1])
+        elif message.topic is Topic.NOTE:
+            subject, number = message.arguments[:2]
+            fact = bytes(self._arriving.pop(peer)) if message.payload_bytes else b""
+            with self._state:
+                self._notes.setdefault((subject, number), {})[peer] = fact
+                self._state.notify_all()
+        elif message.topic is Topic.PULL:
+            self._answer(peer, message)
+        elif message.topic is Topic.DATA:
+            self._finish(message)
+        elif message.topic is Topic.LOAN:
+            self._copy_loan(peer, message)
+        elif message.topic is Topic.RETURN:
+            with self._state:
+                loan = self._loans.pop((peer, message.identity), None)
+            if loan is not None:
+                loan.give_back()
+
+    def beat(self) -> Message:
+        return Message(Topic.BEAT, 0, self.position)
+
+    def _copy_loan(self, peer: int, message: Message) -> None:
+        with self._state:
+            pull = self._pulls[message.identity]
+        try:
+            read_memory(self._near[peer], message.arguments[1], pull.target)
+        except OSError as error:
+            self.ended(peer, error)
+            return
+        self._finish(message)
+        self._links[peer].post(Message(Topic.RETURN, message.identity))
+
+    def _finish(self, message: Message) -> None:
+        with self._state:
+            pull = self._pulls.pop(message.identity)
+        self._count(self.counters.bytes_received, message.arguments[0], pull.target.nbytes)
+        pull.future.waits_for.discard(pull.peer)
+        if not pull.future.done():
+            pull.future.set_result(None)
+
+    def _count(self, table: dict[str, int], kind: int, nbytes: int) -> None:
+        name = self._kinds[kind]
+        with self._state:
+            table[name] = table.get(name, 0) + nbytes
+
+    def ended(self, peer: int, error: Exception | None) -> None:
+        """Its link is over: what was asked of it fails, what was lent to it comes back."""
+        reason = f"it ended ({error})" if error else "it has closed its session"
+        with self._state:
+            self._ended.setdefault(peer, reason)
+            lost = [pull for pull in self._pulls.values() if pull.peer == peer]
+            self._pulls = {k: p for k, p in self._pulls.items() if p.peer != peer}
+            loans = [loan for (to, _), loan in self._loans.items() if to == peer]
+            self._loans = {k: loan for k, loan in self._loans.items() if k[0] != peer}
+            self._state.notify_all()
+        for pull in lost:
+            if not pull.future.done():
+                pull.future.set_exception(self._gone(peer, pull.future.what))
+        for loan in loans:
+            loan.give_back()
+
+    # -- beginning and end ------------------------------------------------------------------------
+
+    def meet(self, subject: int) -> None:
+        """Find out which ranks share this host, by trying."""
+        allow_reading()
+        secret = bytearray(os.urandom(16))
+        address = _address_of(memoryview(secret))
+        card = struct.pack("<qq16s", os.getpid(), address, bytes(secret)) + host_name()
+        cards = self.collect(subject, 0, card, "the start")
+        for peer in self.peers:
+            pid, where, expected = struct.unpack("<qq16s", cards[peer][:32])
+            seen = bytearray(16)
+            if cards[peer][32:] == host_name():
+                try:
+                    read_memory(pid, where, memoryview(seen))
+                except OSError:
+                    continue  # not allowed here: bytes are sent instead
+                if seen == expected:
+                    self._near[peer] = pid
+        self.collect(subject, 1, b"", "the start")  # the secret stays until all have looked
+
+    @property
+    def bytes_posted(self) -> int:
+        """What was given to the process group, headers included."""
+        return sum(link.bytes_sent for link in self._links.values())
+
+    def close(self) -> bool:
+        """Say goodbye and wait for the others to do so. Whether all did."""
+        for link in self._links.values():
+            link.post(Message(Topic.BYE))
+        deadline = time.monotonic() + self._patience_seconds
+        joined = [link.join(deadline - time.monotonic()) for link in self._links.values()]
+        return all(joined)
+
+
+def _address_of(memory: memoryview) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if memory.nbytes else 0
