@@ -123,10 +123,10 @@ class Link:
                     bytes_in = torch.frombuffer(place, dtype=torch.uint8)
                     self._group.recv([bytes_in], self.peer, PAYLOAD_TAG).wait()
                     self.last_heard = time.monotonic()
-            except RuntimeError as error:
+                if message.topic is Topic.BYE:
+                    self._receiver.ended(self.peer, None)
+                    return
+                self._receiver.receive(self.peer, message)
+            except Exception as error:  # a broken connection, or a fault of ours: it is told
                 self._receiver.ended(self.peer, error)
                 return
-            if message.topic is Topic.BYE:
-                self._receiver.ended(self.peer, None)
-                return
-            self._receiver.receive(self.peer, message)

@@ -113,6 +113,7 @@ class Network:
         self.peers = [r for r in range(self.num_ranks) if r != self.rank]
         self.counters = Counters()
         self.provider: Provider | None = None
+        """Until there is one, and `look_again` is called, requests wait."""
         self.on_straggler: Callable[[int, str, float], None] = lambda rank, what, seconds: None
         self.on_silent: Callable[[str], None] = lambda message: None
         self.position = (0, 0)
@@ -182,8 +183,8 @@ class Network:
             address = _address_of(loan.memory)
             self._links[peer].post(Message(Topic.LOAN, message.identity, (kind, address)))
 
-        assert self.provider is not None
-        if not self.provider(Wanted(kind, key, version, low, high), reply):
+        wanted = Wanted(kind, key, version, low, high)
+        if self.provider is None or not self.provider(wanted, reply):
             with self._state:
                 self._parked.append((peer, message))
 
