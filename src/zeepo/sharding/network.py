@@ -127,6 +127,7 @@ class Network:
         self._pulls: dict[int, _Pull] = {}
         self._loans: dict[tuple[int, int], Loan] = {}
         self._parked: list[tuple[int, Message]] = []
+        self._num_changes = 0
         self._notes: dict[tuple[int, int], dict[int, bytes]] = {}
         self._arriving: dict[int, bytearray] = {}
         self._positions: dict[int, tuple[int, int]] = {}
@@ -160,6 +161,7 @@ class Network:
     def look_again(self) -> None:
         """Something changed: requests that could not be answered may be answered now."""
         with self._state:
+            self._num_changes += 1
             parked, self._parked = self._parked, []
         for peer, message in parked:
             self._answer(peer, message)
@@ -184,9 +186,14 @@ class Network:
             self._links[peer].post(Message(Topic.LOAN, message.identity, (kind, address)))
 
         wanted = Wanted(kind, key, version, low, high)
-        if self.provider is None or not self.provider(wanted, reply):
+        while True:
+            changes = self._num_changes
+            if self.provider is not None and self.provider(wanted, reply):
+                return
             with self._state:
-                self._parked.append((peer, message))
+                if changes == self._num_changes:  # else: it may have come while we looked
+                    self._parked.append((peer, message))
+                    return
 
     # -- telling ----------------------------------------------------------------------------------
 
