@@ -48,7 +48,9 @@ def train(args: argparse.Namespace) -> None:
         model = GPT(GPTConfig(args.layers, args.width, args.heads, args.vocabulary, args.sequence))
     model.checkpointing = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    session = zeepo.init(model, optimizer, ram=args.ram, disk=args.disk) if under_zeepo else None
+    session = None
+    if under_zeepo:  # the parent shows the progress, of both runs alike
+        session = zeepo.init(model, optimizer, ram=args.ram, disk=args.disk, progress=False)
     tell(phase="train", parameters=sum(p.numel() for p in model.parameters()))
     for tokens in batches(Path(args.tokens), args.steps, args.batch, args.sequence):
         started = time.perf_counter()
