@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import zeepo
 import zeepo.cli.doctor as command
 from zeepo.cli import main
 from zeepo.doctor import disk, machine, selftest, speed
@@ -238,8 +242,30 @@ def test_check_passes_here(name: str, tmp_path: Path) -> None:
 
 
 def test_training_check_sees_wrong_bits(tmp_path: Path) -> None:
-    with sabotage("slot.offset"), pytest.raises(RuntimeError, match="differ from torch's"):
-        selftest.check_training(tmp_path)
+    for check in (selftest.check_training, selftest.check_resizing):
+        with sabotage("slot.offset"), pytest.raises(RuntimeError, match="differ from torch's"):
+            check(tmp_path)
+
+
+def test_export_check_sees_other_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_wrongly(model: nn.Module, path: Path) -> None:
+        load_safetensors(model, path)
+        with torch.no_grad():
+            next(iter(model.parameters())).add_(1)
+
+    load_safetensors = zeepo.load_safetensors
+    monkeypatch.setattr(zeepo, "load_safetensors", load_wrongly)
+    with pytest.raises(RuntimeError, match="1 of 8 losses and parameters differ"):
+        selftest.check_export(tmp_path)
+
+
+def test_activations_check_sees_that_nothing_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "tuned", lambda **_: contextlib.nullcontext())  # all stay in RAM
+    with pytest.raises(RuntimeError, match="nothing was tested"):
+        selftest.check_activations(tmp_path)
+    zeepo.close()
 
 
 @pytest.mark.parametrize(
