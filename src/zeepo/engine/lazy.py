@@ -47,9 +47,7 @@ class LazyManager(Manager):
         managed_bytes = max(int(MANAGED_SHARE * ram_bytes), min(ram_bytes, DEFAULT_RAM_BYTES))
         ledger = Ledger("ram", managed_bytes)
         self._pool = BufferPool(ledger)
-        self._disk = DiskTier(
-            options.disk or [_default_disk()], options.disk_limit, pool=self._pool
-        )
+        self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
         store = ChunkStore(self._pool, prefetch=False)
         super().__init__(store, {Kind.PARAM: self._disk, Kind.GRAD: None, Kind.STATE: None})
 
@@ -133,7 +131,9 @@ class lazy:
         progress: bool | str | None = None,
     ):
         given = {"ram": ram, "disk": disk, "progress": progress}
-        self._options = resolve_options({k: v for k, v in given.items() if v is not None})
+        environ = {"ZEEPO_DISK": str(_default_disk()), **os.environ}
+        stated = {name: value for name, value in given.items() if value is not None}
+        self._options = resolve_options(stated, environ=environ)
         self._originals: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> None:
