@@ -108,7 +108,7 @@ def check_activations(disk: Path) -> str:
     for where in ("disk", "recompute"):
         model, optimizer = build()
         with (
-            tuned(smallest_activation_bytes=1, activation_window_bytes=0),
+            tuned(estimate=False, smallest_activation_bytes=1, activation_window_bytes=0),
             _open(model, optimizer, disk, activations=where) as session,
         ):
             found = train(model, optimizer)
@@ -122,7 +122,7 @@ def check_resizing(disk: Path) -> str:
     """The same bits when the budget changes in the middle."""
     least = _least_ram(disk)
     model, optimizer = build()
-    with _open(model, optimizer, disk, ram=2 * least) as session:
+    with tuned(estimate=False), _open(model, optimizer, disk, ram=2 * least) as session:
         found = train(model, optimizer, lambda step: session.resize(ram=least + step))
         _refuse_none(session.stats().evictions)
     _compare(found)
@@ -134,7 +134,7 @@ def check_export(disk: Path) -> str:
     model, optimizer = build()
     with tempfile.TemporaryDirectory(dir=disk) as folder:
         path = Path(folder) / "weights.safetensors"
-        with _open(model, optimizer, disk) as session:
+        with tuned(estimate=False), _open(model, optimizer, disk) as session:
             train(model, optimizer)
             session.export(path)
         read = safetensors.torch.load_file(path)
