@@ -112,7 +112,9 @@ class Session:
                 self._recompute.install(self._models)
             if self._activations is not None:
                 self._activations.install()
-            self._allowance.watch_first_forward(self._models, self._manager)
+            self._allowance.watch_first_forward(
+                self._models, self._manager, self._telemetry.planned
+            )
         except BaseException:
             with contextlib.suppress(DiskError):  # the first error is the one to tell
                 self._give_everything_back()
@@ -237,9 +239,8 @@ class Session:
         self._check_open("resize")
         ram_bytes = resolve_options({"ram": ram}).ram
         assert ram_bytes is not None
-        old = self.plan.ram
         self._allowance.resize(ram_bytes)
-        self._telemetry.budget_changed(old, ram_bytes, "session.resize")
+        self._telemetry.resized(self.plan, "session.resize")
 
     def register(self, name: str, obj: Any) -> None:
         raise self._later("register")
