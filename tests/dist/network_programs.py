@@ -24,7 +24,8 @@ def make(near: bool = True) -> tuple[Network, dict[int, tuple[int, bytearray]]]:
             version, data = table.get(wanted.key, (-1, bytearray()))
             if version < wanted.version:
                 return False
-        reply(Loan(memoryview(data)[wanted.low : wanted.high], lambda: None))
+        view = memoryview(data)[wanted.low : wanted.high]
+        reply(Loan([(0, view[:2]), (2, view[2:])], lambda: None))
         return True
 
     network.provider = provide
@@ -36,8 +37,7 @@ def make(near: bool = True) -> tuple[Network, dict[int, tuple[int, bytearray]]]:
 
 def pull(network: Network, peer: int, wanted: Wanted) -> PeerFuture:
     target = bytearray(wanted.high - wanted.low)
-    future = PeerFuture(network, f"key {wanted.key}")
-    future.waits_for = {peer}
+    future = PeerFuture(network, f"key {wanted.key}", 1)
     network.pull(peer, wanted, memoryview(target), future)
     future.target = target  # type: ignore[attr-defined]
     return future

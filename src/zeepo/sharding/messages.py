@@ -25,9 +25,11 @@ class Topic(IntEnum):
     DATA = 4
     """The bytes you asked for; they follow."""
     LOAN = 5
-    """The bytes you asked for lie at this address of mine; copy them and give them back."""
+    """The bytes you asked for lie in my memory; a table of places follows. Copy, then RETURN."""
     RETURN = 6
     """I have copied them."""
+    FAIL = 8
+    """What you asked for cannot be had; the reason follows."""
     NOTE = 7
     """A fact for everybody: subject, number, and bytes."""
 

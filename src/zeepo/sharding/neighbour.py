@@ -9,13 +9,24 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _MOST_BYTES = 1 << 30
+_MOST_PLACES = 512
+
+
+class Place(NamedTuple):
+    """Bytes of another process, and where in the target they belong."""
+
+    offset: int
+    address: int
+    nbytes: int
 
 
 class _Vector(ctypes.Structure):
@@ -47,22 +58,38 @@ def allow_reading() -> None:
         libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
-def read_memory(pid: int, address: int, target: memoryview) -> None:
-    """Copy from another process; OSError when the system refuses."""
+def read_memory(pid: int, places: Sequence[Place], target: memoryview) -> None:
+    """Copy from another process; OSError when the system refuses, or the process is gone."""
     libc = _libc()
     if libc is None:
         raise OSError("this system has no process_vm_readv")
     libc.process_vm_readv.restype = ctypes.c_ssize_t
-    done = 0
     here = torch.frombuffer(target, dtype=torch.uint8).data_ptr() if target.nbytes else 0
-    while done < target.nbytes:
-        nbytes = min(_MOST_BYTES, target.nbytes - done)
-        local = _Vector(here + done, nbytes)
-        remote = _Vector(address + done, nbytes)
+    for batch in _batches(places):
+        local = (_Vector * len(batch))(*((here + p.offset, p.nbytes) for p in batch))
+        remote = (_Vector * len(batch))(*((p.address, p.nbytes) for p in batch))
+        wanted = sum(p.nbytes for p in batch)
         copied = libc.process_vm_readv(
-            pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, ctypes.c_ulong(0)
+            pid, local, len(batch), remote, len(batch), ctypes.c_ulong(0)
         )
-        if copied <= 0:
+        if copied != wanted:
             error = ctypes.get_errno()
             raise OSError(error, f"reading the memory of process {pid}: {os.strerror(error)}")
-        done += copied
+
+
+def _batches(places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Places in portions that one call takes."""
+    batch: list[Place] = []
+    nbytes = 0
+    for place in places:
+        for low in range(0, place.nbytes, _MOST_BYTES):
+            part = Place(
+                place.offset + low, place.address + low, min(_MOST_BYTES, place.nbytes - low)
+            )
+            if batch and (len(batch) == _MOST_PLACES or nbytes + part.nbytes > _MOST_BYTES):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(part)
+            nbytes += part.nbytes
+    if batch:
+        yield batch

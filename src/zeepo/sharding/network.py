@@ -13,12 +13,14 @@ gone, or silent for longer than `patience_seconds`, is named in a RankError.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ import torch
 from zeepo.errors import RankError
 from zeepo.sharding.link import Link
 from zeepo.sharding.messages import Message, Topic
-from zeepo.sharding.neighbour import allow_reading, host_name, read_memory
+from zeepo.sharding.neighbour import Place, allow_reading, host_name, read_memory
 
 CHECK_SECONDS = 0.2
 SILENT_SECONDS = 5.0
@@ -51,25 +53,45 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Loan:
-    """Memory that stays as it is until it is given back."""
+    """Memory that stays as it is until it is given back; what no piece covers is zero."""
 
-    memory: memoryview
+    pieces: Sequence[tuple[int, memoryview]]
+    """(offset in what was asked for, bytes)"""
     give_back: Callable[[], None]
 
 
-Reply = Callable[[Loan], None]
+Reply = Callable[[Loan | Exception], None]
 Provider = Callable[[Wanted, Reply], bool]
 """Answers a request, at once or later; False when that version is not there yet."""
 
 
 class PeerFuture(Future[None]):
-    """A transfer from other ranks; waiting for it watches them."""
+    """A transfer in parts, from other ranks and perhaps a disk; waiting for it watches them."""
 
-    def __init__(self, network: Network, what: str):
+    def __init__(self, network: Network, what: str, num_parts: int):
         super().__init__()
         self.what = what
         self.waits_for: set[int] = set()
+        """Ranks that have not answered yet."""
         self._network = network
+        self._num_parts_left = num_parts
+        self._part_lock = threading.Lock()
+        if num_parts == 0:
+            self.set_result(None)
+
+    def part_done(self, error: BaseException | None = None) -> None:
+        """One part has come, or cannot come. Done when none is under way any more."""
+        with self._part_lock:
+            self._num_parts_left -= 1
+            self._error = self._error or error
+            is_last = self._num_parts_left == 0
+        if is_last:
+            if self._error is not None:
+                self.set_exception(self._error)
+            else:
+                self.set_result(None)
+
+    _error: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> None:
         self._network.wait_for(self)
@@ -142,13 +164,16 @@ class Network:
     # -- asking -----------------------------------------------------------------------------------
 
     def pull(self, peer: int, wanted: Wanted, target: memoryview, future: PeerFuture) -> None:
-        """Ask a rank for bytes; `future` must count the peer among those it waits for."""
+        """Ask a rank for bytes, as one part of `future`."""
         identity = next(self._identities)
         with self._state:
-            if peer in self._ended:
-                future.set_exception(self._gone(peer, future.what))
-                return
-            self._pulls[identity] = _Pull(peer, target, future)
+            is_gone = peer in self._ended
+            if not is_gone:
+                future.waits_for.add(peer)
+                self._pulls[identity] = _Pull(peer, target, future)
+        if is_gone:
+            future.part_done(self._gone(peer, future.what))
+            return
         can_read = int(peer in self._near)
         self._links[peer].post(
             Message(
@@ -169,21 +194,19 @@ class Network:
     def _answer(self, peer: int, message: Message) -> None:
         kind, key, version, low, high, can_read = message.arguments[:6]
 
-        def reply(loan: Loan) -> None:
+        def reply(loan: Loan | Exception) -> None:
+            if isinstance(loan, Exception):
+                reason = bytearray(str(loan).encode())
+                failure = Message(Topic.FAIL, message.identity, (), len(reason))
+                self._links[peer].post(failure, memoryview(reason))
+                return
             self._count(self.counters.bytes_sent, kind, high - low)
-            if not can_read:
-                data = Message(Topic.DATA, message.identity, (kind,), loan.memory.nbytes)
-                self._links[peer].post(data, loan.memory, loan.give_back)
-                return
-            with self._state:
-                is_gone = peer in self._ended
-                if not is_gone:
-                    self._loans[peer, message.identity] = loan
-            if is_gone:
-                loan.give_back()
-                return
-            address = _address_of(loan.memory)
-            self._links[peer].post(Message(Topic.LOAN, message.identity, (kind, address)))
+            if can_read:
+                self._lend(peer, message.identity, kind, loan)
+            else:
+                memory = _joined(loan.pieces, high - low)
+                data = Message(Topic.DATA, message.identity, (kind,), memory.nbytes)
+                self._links[peer].post(data, memory, loan.give_back)
 
         wanted = Wanted(kind, key, version, low, high)
         while True:
@@ -194,6 +217,18 @@ class Network:
                 if changes == self._num_changes:  # else: it may have come while we looked
                     self._parked.append((peer, message))
                     return
+
+    def _lend(self, peer: int, identity: int, kind: int, loan: Loan) -> None:
+        with self._state:
+            is_gone = peer in self._ended
+            if not is_gone:
+                self._loans[peer, identity] = loan
+        if is_gone:
+            loan.give_back()
+            return
+        places = [(offset, _address_of(memory), memory.nbytes) for offset, memory in loan.pieces]
+        table = memoryview(bytearray(array("q", [n for place in places for n in place]).tobytes()))
+        self._links[peer].post(Message(Topic.LOAN, identity, (kind,), table.nbytes), table)
 
     # -- telling ----------------------------------------------------------------------------------
 
@@ -315,7 +350,7 @@ class Network:
             self._positions[peer] = (message.arguments[0], message.arguments[1])
         elif message.topic is Topic.NOTE:
             subject, number = message.arguments[:2]
-            fact = bytes(self._arriving.pop(peer)) if message.payload_bytes else b""
+            fact = self._what_followed(peer, message)
             with self._state:
                 self._notes.setdefault((subject, number), {})[peer] = fact
                 self._state.notify_all()
@@ -325,20 +360,36 @@ class Network:
             self._finish(message)
         elif message.topic is Topic.LOAN:
             self._copy_loan(peer, message)
+        elif message.topic is Topic.FAIL:
+            self._fail(peer, message)
         elif message.topic is Topic.RETURN:
             with self._state:
                 loan = self._loans.pop((peer, message.identity), None)
             if loan is not None:
                 loan.give_back()
 
+    def _what_followed(self, peer: int, message: Message) -> bytes:
+        return bytes(self._arriving.pop(peer)) if message.payload_bytes else b""
+
+    def _fail(self, peer: int, message: Message) -> None:
+        reason = self._what_followed(peer, message).decode()
+        with self._state:
+            pull = self._pulls.pop(message.identity)
+        what = pull.future.what
+        pull.future.part_done(RankError(f"rank {peer} cannot give {what}: {reason}"))
+
     def beat(self) -> Message:
         return Message(Topic.BEAT, 0, self.position)
 
     def _copy_loan(self, peer: int, message: Message) -> None:
+        numbers = array("q", self._what_followed(peer, message))
+        places = [Place(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
         with self._state:
             pull = self._pulls[message.identity]
         try:
-            read_memory(self._near[peer], message.arguments[1], pull.target)
+            if sum(place.nbytes for place in places) < pull.target.nbytes:
+                ctypes.memset(_address_of(pull.target), 0, pull.target.nbytes)
+            read_memory(self._near[peer], places, pull.target)
         except OSError as error:
             self.ended(peer, error)
             return
@@ -350,8 +401,7 @@ class Network:
             pull = self._pulls.pop(message.identity)
         self._count(self.counters.bytes_received, message.arguments[0], pull.target.nbytes)
         pull.future.waits_for.discard(pull.peer)
-        if not pull.future.done():
-            pull.future.set_result(None)
+        pull.future.part_done()
 
     def _count(self, table: dict[str, int], kind: int, nbytes: int) -> None:
         name = self._kinds[kind]
@@ -369,8 +419,7 @@ class Network:
             self._loans = {k: loan for k, loan in self._loans.items() if k[0] != peer}
             self._state.notify_all()
         for pull in lost:
-            if not pull.future.done():
-                pull.future.set_exception(self._gone(peer, pull.future.what))
+            pull.future.part_done(self._gone(peer, pull.future.what))
         for loan in loans:
             loan.give_back()
 
@@ -388,7 +437,7 @@ class Network:
             seen = bytearray(16)
             if cards[peer][32:] == host_name():
                 try:
-                    read_memory(pid, where, memoryview(seen))
+                    read_memory(pid, [Place(0, where, 16)], memoryview(seen))
                 except OSError:
                     continue  # not allowed here: bytes are sent instead
                 if seen == expected:
@@ -411,3 +460,13 @@ class Network:
 
 def _address_of(memory: memoryview) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if memory.nbytes else 0
+
+
+def _joined(pieces: Sequence[tuple[int, memoryview]], nbytes: int) -> memoryview:
+    """The pieces as one run of bytes; without a copy where there is only one."""
+    if len(pieces) == 1 and pieces[0][1].nbytes == nbytes:
+        return pieces[0][1]
+    whole = bytearray(nbytes)
+    for offset, memory in pieces:
+        whole[offset : offset + memory.nbytes] = memory
+    return memoryview(whole)
