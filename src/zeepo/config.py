@@ -384,10 +384,6 @@ def _refuse_unsupported(options: Options, given: Mapping[str, _Given], num_ranks
         "grads": (options.grads == "device", "Use 'auto', 'ram' or 'disk'"),
         "optimizer_state": (options.optimizer_state == "device", "Use 'auto', 'ram' or 'disk'"),
         "num_gpus": ((options.num_gpus or 1) > 1, "Use num_gpus=1 or leave it out: one rank"),
-        "stage": (
-            num_ranks > 1 and options.stage not in ("auto", 0),
-            f"There are {num_ranks} ranks and sharding is not there yet: start one rank",
-        ),
     }
     for name, (refused, instead) in unsupported.items():
         if refused:

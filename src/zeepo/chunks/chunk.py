@@ -64,6 +64,8 @@ class Chunk:
         self.leases = 0
         self.may_be_prefetched = True
         """False for what is assembled from other chunks: that needs their room too."""
+        self.is_part = False
+        """Part of a whole that is another chunk: not the user's to see, or to get back."""
         self.before_use: Callable[[], None] | None = None
         """What has to be done before anybody uses these bytes; it takes itself away."""
         self.raw_holds = 0

@@ -124,6 +124,29 @@ class ChunkStore:
         chunk.lower_version = chunk.version
         chunk.expected_writes = chunk.extent.num_writes
 
+    def rest_on(self, chunk: Chunk, tier: Tier) -> None:
+        """From now on a chunk rests on another tier, which holds its bytes already."""
+        with self.lock:
+            self._end_write(chunk)
+            if chunk.extent is not None and chunk.home is not None:
+                chunk.home.free(chunk.extent)
+            chunk.home = tier
+            chunk.extent = tier.allocate(chunk.label, chunk.layout.nbytes, chunk.layout.describe)
+            chunk.expected_writes = chunk.extent.num_writes
+            chunk.lower_version = chunk.version
+            self._moves.evict(chunk)
+
+    def forget_copy(self, chunk: Chunk) -> None:
+        """The lower tier has newer bytes: what is here is let go, and fetched again when used."""
+        with self.lock:
+            if chunk.extent is None:
+                return
+            chunk.version += 1
+            chunk.lower_version = chunk.version
+            chunk.expected_writes = chunk.extent.num_writes
+            if chunk.is_resident or chunk.fetching is not None:
+                self._moves.evict(chunk)
+
     def evict(self, chunk: Chunk) -> None:
         """Send a chunk down now."""
         with self.lock:
@@ -342,6 +365,15 @@ class ChunkStore:
                 chunk.leases = 0
                 if chunk.raw_holds:
                     chunk.home = None
+
+    def drop_parts(self) -> None:
+        """At the very end: parts of wholes that the user has got back."""
+        with self.lock:
+            for chunk in self._moves.chunks.values():
+                if chunk.is_part:
+                    chunk.leases = 0
+                    for index, _ in chunk.present():
+                        self.drop(chunk, index)
 
     def give_up(self, chunks: Iterable[Chunk], error: Exception) -> None:
         """While closing: the current values of these chunks cannot be had any more."""

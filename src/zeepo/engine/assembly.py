@@ -13,9 +13,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from zeepo.chunks.storages import memory_of
-from zeepo.chunks.store import Chunk, ChunkStore
+from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.engine.ranks import Sharded
+from zeepo.engine.shards import KINDS, key_of
 from zeepo.errors import InternalError
 from zeepo.memory.tier import Describe, Extent
+from zeepo.sharding.network import Network, PeerFuture, Wanted
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,37 @@ class Part:
     index: int
     offset_bytes: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class RemotePart:
+    """A run of the whole's bytes that another rank has, in a chunk of that label."""
+
+    rank: int
+    label: str
+    low: int
+    high: int
+    offset_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
+class RemoteParts:
+    """What other ranks have of a whole."""
+
+    network: Network
+    sharded: Sharded
+    parts: Sequence[RemotePart]
+
+    def pull(self, part: RemotePart, target: memoryview, future: PeerFuture) -> None:
+        """Ask for one part, as it is after the last update."""
+        wanted = Wanted(
+            KINDS[Kind.STATE], key_of(part.label), self.sharded.version, part.low, part.high
+        )
+        self.network.pull(part.rank, wanted, target, future)
 
 
 def _address(view: memoryview) -> int:
@@ -41,14 +75,21 @@ class PartsTier:
     bytes_read = 0
     bytes_written = 0
 
-    def __init__(self, store: ChunkStore, parts: Sequence[Part]):
+    def __init__(
+        self, store: ChunkStore, parts: Sequence[Part], remote: RemoteParts | None = None
+    ):
         self._store = store
         self._parts = parts
+        self._remote = remote
 
     @property
     def part_bytes(self) -> int:
         """The most that reading it in a stream has in memory at once."""
-        return max(part.chunk.layout.nbytes for part in self._parts)
+        remote = self._remote.parts if self._remote else ()
+        return max(
+            [part.chunk.layout.nbytes for part in self._parts] + [p.nbytes for p in remote],
+            default=0,
+        )
 
     def chunks(self) -> list[Chunk]:
         return [part.chunk for part in self._parts]
@@ -64,9 +105,18 @@ class PartsTier:
                 yield part.offset_bytes, memory_of(storage)
             finally:
                 self._store.release([part.chunk])
+        if self._remote is not None:
+            for remote in self._remote.parts:
+                room = memoryview(bytearray(remote.nbytes))
+                future = PeerFuture(self._remote.network, remote.label, 1)
+                self._remote.pull(remote, room, future)
+                future.result()
+                yield remote.offset_bytes, room
 
     def drop_parts(self) -> None:
-        """The whole has its bytes elsewhere: forget them here."""
+        """The whole has its bytes elsewhere: forget them here, unless other ranks need them."""
+        if self._remote is not None:
+            return
         for part in self._parts:
             self._store.drop(part.chunk, part.index)
             self._store.settle(part.chunk, {})
@@ -77,7 +127,13 @@ class PartsTier:
     def read(self, extent: Extent, target: memoryview) -> Future[None]:
         for part in self._parts:
             self._copy(part, target, to_part=False)
-        return _done()
+        if self._remote is None:
+            return _done()
+        future = PeerFuture(self._remote.network, "optimizer state", len(self._remote.parts))
+        for remote in self._remote.parts:
+            place = target[remote.offset_bytes : remote.offset_bytes + remote.nbytes]
+            self._remote.pull(remote, place, future)
+        return future
 
     def write(self, extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> Future[None]:
         extent.num_writes += 1

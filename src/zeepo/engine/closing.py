@@ -21,7 +21,7 @@ from zeepo.chunks.layout import align_up
 from zeepo.chunks.storages import new_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.engine.assembly import PartsTier
-from zeepo.errors import DiskError, InternalError
+from zeepo.errors import DiskError, InternalError, RankError
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.mapping import PAGE_BYTES, address_of
@@ -96,7 +96,7 @@ class Closing:
         wholes = [tier for c in everything if isinstance(tier := c.home, PartsTier)]
         parts = {chunk.key for whole in wholes for chunk in whole.chunks()}
         visible = [c for c in everything if c.home is not None and not c.raw_holds]
-        visible = [c for c in visible if c.key not in parts]
+        visible = [c for c in visible if c.key not in parts and not c.is_part]
         room = self._room_bytes(visible, [c for c in everything if c.key in parts])
         kept: list[Chunk] = []
         leaving: list[Chunk] = []
@@ -139,7 +139,7 @@ class Closing:
     def _settle_leased(self, chunk: Chunk, *, is_kept: bool) -> None:
         try:
             self._store.lease([chunk])
-        except (DiskError, InternalError) as error:
+        except (DiskError, InternalError, RankError) as error:
             raise _UnreadableError(error) from error
         try:
             places = None if is_kept else self._write_out(chunk, chunk.pieces())
@@ -198,7 +198,7 @@ def _readable(tier: PartsTier) -> Iterator[tuple[int, memoryview]]:
     while True:
         try:
             piece = next(stream, None)
-        except (DiskError, InternalError) as error:
+        except (DiskError, InternalError, RankError) as error:
             raise _UnreadableError(error) from error
         if piece is None:
             return

@@ -12,12 +12,12 @@ Left on the parameter, as torch keeps them: sparse gradients, and those of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zeepo.chunks.storages import is_exclusive, num_users
+from zeepo.chunks.storages import is_exclusive, new_storage, num_users, take_memory
 from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import (
     Home,
@@ -30,6 +30,7 @@ from zeepo.engine.managed import (
     storage_of,
     write_autograd_grad,
 )
+from zeepo.engine.ranks import Ranks
 from zeepo.sabotage import sabotaged
 
 
@@ -41,6 +42,7 @@ class Gradients:
         self._store = store
         self._chunk_for = chunk_for
         """The GRAD chunk that goes with a parameter's PARAM chunk; same slots."""
+        self._ranks: Ranks | None = None
         self._unwanted: dict[int, list[Tensor]] = {}
         """GRAD chunk -> what was dropped while an update of the chunk waits that may need it."""
 
@@ -58,7 +60,9 @@ class Gradients:
                 self._keep_differentiable(home, new)
                 return
             write_autograd_grad(parameter, None)
-            if home.grad is None or sabotaged("grad.overwrite"):
+            if self._ranks is not None:
+                self._contribute(home, new)
+            elif home.grad is None or sabotaged("grad.overwrite"):
                 self.drop(home)
                 try:
                     self._adopt(home, new)
@@ -66,10 +70,63 @@ class Gradients:
                     write_autograd_grad(parameter, new)  # no room: the gradient is not lost
                     raise
             else:
-                self._add(home, new)
+                self._add(home.grad, new)
 
-    def _add(self, home: Home, new: Tensor) -> None:
-        grad_home = home_of(home.grad)
+    def use_ranks(self, ranks: Ranks) -> None:
+        """Gradients are contributions from now on, until they are reduced."""
+        self._ranks = ranks
+
+    def _contribute(self, home: Home, new: Tensor) -> None:
+        """Keep what backward made, in the parameter's order in memory, until it is reduced."""
+        assert self._ranks is not None
+        if home.contribution is not None:
+            self._add(home.contribution, new)
+            return
+        if new.stride() != home.plain.stride() or not is_exclusive(new):
+            new = torch.empty_like(home.plain).copy_(new)
+        chunk = self._ranks.contribution_chunk(home.chunk)
+        self._store.adopt(chunk, home.index, new.untyped_storage())
+        mark_managed(new, Home(self._manager, chunk, home.index, home.name + ".grad", new.detach()))
+        home.contribution = new
+
+    def reduce(self, slots: Mapping[int, Sequence[Home]]) -> None:
+        """The end of a backward: the ranks' contributions become everybody's gradients."""
+        assert self._ranks is not None
+        present = self._ranks.agree_on_gradients()
+        reduced = [key for key in present if any(present[key])]
+        for key in reversed(reduced):
+            homes = slots[key]
+            kept = {home.index for home in homes if home.grad is not None}
+            self._ranks.reduce(key, present[key], [h.plain.dtype for h in homes], kept)
+        self._ranks.end_of_reduction()
+        for key in reduced:
+            with_gradient = set().union(*present[key])
+            grads = self._chunk_for(slots[key][0])
+            self._store.forget_copy(grads)
+            for home in slots[key]:
+                self._drop_contribution(home)
+                if home.grad is None and home.index in with_gradient:
+                    home.grad = self._shell(home, grads)
+
+    def _drop_contribution(self, home: Home) -> None:
+        contribution, home.contribution = home.contribution, None
+        if contribution is not None:
+            forget(self._store, contribution)
+
+    def _shell(self, home: Home, chunk: Chunk) -> Tensor:
+        """A gradient whose bytes the ranks hold: gathered when somebody reads it."""
+        with plain_torch():
+            grad = torch.empty(0, dtype=home.plain.dtype)
+            grad = grad.set_(new_storage(0), 0, home.plain.shape, home.plain.stride())
+            storage = grad.untyped_storage()
+        take_memory(storage)
+        self._store.attach_lower(chunk, home.index, storage)
+        name = home.name + ".grad"
+        mark_managed(grad, Home(self._manager, chunk, home.index, name, grad.detach()))
+        return grad
+
+    def _add(self, to: Tensor | None, new: Tensor) -> None:
+        grad_home = home_of(to)
         assert grad_home is not None
         if sabotaged("grad.drop"):
             return
@@ -110,6 +167,8 @@ class Gradients:
         """What `p.grad` is."""
         assert home.parameter is not None
         self.absorb(home)
+        if home.contribution is not None:
+            return home.contribution
         if home.grad is not None:
             return home.grad
         return read_autograd_grad(home.parameter)
@@ -129,6 +188,7 @@ class Gradients:
 
     def drop(self, home: Home) -> None:
         """Forget a gradient; one that the user still holds becomes an ordinary tensor."""
+        self._drop_contribution(home)
         grad, home.grad = home.grad, None
         grad_home = home_of(grad)
         if grad is None or grad_home is None:

@@ -47,7 +47,10 @@ class Manager(Protocol):
 class Home:
     """Where a managed tensor's bytes belong: a slot of a chunk of a manager."""
 
-    __slots__ = ("__weakref__", "chunk", "grad", "index", "manager", "name", "parameter", "plain")
+    __slots__ = (
+        "__weakref__", "chunk", "contribution", "grad", "index", "manager", "name", "parameter",
+        "plain",
+    )  # fmt: skip
 
     def __init__(self, manager: Manager, chunk: Chunk, index: int, name: str, plain: Tensor):
         self.manager: Manager | None = manager
@@ -60,6 +63,8 @@ class Home:
         self.parameter: nn.Parameter | None = None
         self.grad: Tensor | None = None
         """The managed gradient (parameters only)."""
+        self.contribution: Tensor | None = None
+        """On several ranks: what backward made here and is not reduced yet."""
 
 
 def home_of(value: object) -> Home | None:

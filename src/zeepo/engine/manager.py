@@ -30,6 +30,7 @@ from zeepo.engine.managed import (
     storage_of,
     write_autograd_grad,
 )
+from zeepo.engine.ranks import Ranks, Sharded
 from zeepo.engine.torch_functions import Function
 from zeepo.errors import UnsupportedError
 from zeepo.memory.tier import Tier
@@ -51,6 +52,7 @@ class Manager:
         self.grad_chunks: dict[int, Chunk] = {}
         """PARAM chunk key -> its GRAD chunk."""
         self.gradients = Gradients(self, store, self.grad_chunk)
+        self.ranks: Ranks | None = None
         self.node_leases = NodeLeases(store, self.by_storage)
         self.copies = Copies(store)
         self._until_step: list[Chunk] = []
@@ -69,7 +71,14 @@ class Manager:
             self._adopt_parameter(chunk, index, name, parameter)
             for index, (name, parameter) in enumerate(parameters)
         ]
+        if self.ranks is not None:
+            self.ranks.add(chunk)
         return chunk
+
+    def use_ranks(self, ranks: Ranks) -> None:
+        """Everything adopted from now on is shared with the other ranks."""
+        self.ranks = ranks
+        self.gradients.use_ranks(ranks)
 
     def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> Home:
         home = home_of(p)
@@ -121,14 +130,25 @@ class Manager:
         """The GRAD chunk with the same slots as a parameter's PARAM chunk."""
         chunk = self.grad_chunks.get(home.chunk.key)
         if chunk is None:
+            tier = self.home_tier[Kind.GRAD]
+            if self.ranks is not None:
+                tier = self.ranks.grad_tier(self.ranks.sharded[home.chunk.key])
             chunk = self.store.create(
-                Kind.GRAD, home.chunk.label + ".grad", home.chunk.layout, self.home_tier[Kind.GRAD]
+                Kind.GRAD, home.chunk.label + ".grad", home.chunk.layout, tier
             )
             self.grad_chunks[home.chunk.key] = chunk
         return chunk
 
+    def sharded_states(self, chunk: Chunk) -> Sharded | None:
+        """How a PARAM chunk is split over ranks, if its optimizer state is."""
+        if self.ranks is None or not self.ranks.stages.splits(Kind.STATE):
+            return None
+        return self.ranks.sharded[chunk.key]
+
     def new_state_chunk(self, label: str, layout: Layout) -> Chunk:
-        return self.store.create(Kind.STATE, label, layout, self.home_tier[Kind.STATE])
+        chunk = self.store.create(Kind.STATE, label, layout, self.home_tier[Kind.STATE])
+        chunk.is_part = self.ranks is not None and self.ranks.stages.splits(Kind.STATE)
+        return chunk
 
     def _watch_gradient(self, home: Home) -> None:
         """See to it that each gradient is taken over as soon as autograd has made it."""

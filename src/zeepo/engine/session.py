@@ -25,9 +25,11 @@ from zeepo.engine.adoption import (
 from zeepo.engine.allowance import Allowance
 from zeepo.engine.closing import Closing
 from zeepo.engine.intercept_step import StepInterception
+from zeepo.engine.ends_of_backward import EndsOfBackward
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager
+from zeepo.engine.ranks import Ranks, find_num_ranks
 from zeepo.engine.recompute import Recompute
 from zeepo.engine.regions import Regions
 from zeepo.engine.stats import Stats, collect_stats
@@ -92,6 +94,7 @@ class Session:
             guaranteed_bytes=self.plan.guaranteed_bytes,
         )
         self._manager = Manager(self._store, self._home_tiers())
+        self._ranks = self._join_ranks(options)
         self._closing = Closing(self._store, space)
         if space is not None:
             self._manager.copies.use_disk(space, self.plan.guaranteed_bytes)
@@ -105,6 +108,8 @@ class Session:
         self._recompute = Recompute()
         try:
             self._adopt_units(units)
+            if self._ranks is not None:
+                self._ends_of_backward.install()
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
             self._regions.install(self._models)
@@ -119,6 +124,21 @@ class Session:
             with contextlib.suppress(DiskError):  # the first error is the one to tell
                 self._give_everything_back()
             raise
+
+    def _join_ranks(self, options: Options) -> Ranks | None:
+        """With several ranks, what each of them does is agreed with the others."""
+        self._ends_of_backward = EndsOfBackward(self._after_backward)
+        if find_num_ranks() == 1:
+            return None
+        stage = 3 if options.stage == "auto" else options.stage
+        ranks = Ranks(self._store, stage, self._home_tiers())
+        self._manager.use_ranks(ranks)
+        return ranks
+
+    def _after_backward(self) -> None:
+        assert self._ranks is not None
+        if not self._ranks.is_local:
+            self._manager.gradients.reduce(self._manager.slots)
 
     def _make_activations(self, options: Options) -> Activations | None:
         if self._disk is None or options.activations not in ("auto", "disk"):
@@ -227,9 +247,10 @@ class Session:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """On one rank there is nothing to synchronise."""
+        """Gradients are added up on each rank; the next backward outside reduces the sum."""
         self._check_open("no_sync")
-        yield
+        with self._ranks.local() if self._ranks is not None else contextlib.nullcontext():
+            yield
 
     def resize(self, *, ram: int | str) -> None:
         """Another budget from now on ("2GiB" or bytes), larger or smaller; no number changes.
@@ -308,6 +329,9 @@ class Session:
                     step.finish_or_give_up()
                 self._manager.stop_watching()
                 self._closing.settle_all()
+                if self._ranks is not None:
+                    self._ranks.meet_at_close("close")
+                    self._store.drop_parts()
                 for step in self._steps:
                     step.states.give_back()
                 self._manager.give_back()
@@ -327,6 +351,9 @@ class Session:
         self._regions.remove()
         if self._activations is not None:
             self._activations.remove()
+        self._ends_of_backward.remove()
+        if self._ranks is not None:
+            self._ranks.close()
         self._manager.abandon()
         if self._disk is not None:
             self._disk.close()

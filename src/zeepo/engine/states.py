@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeepo.chunks.layout import Cut, cut_into_pieces, pack
+from zeepo.chunks.layout import Cut, Layout, cut_into_pieces, pack
 from zeepo.chunks.storages import address, is_exclusive, new_storage, take_memory
 from zeepo.chunks.store import Chunk, Kind
-from zeepo.engine.assembly import Part, PartsTier
+from zeepo.engine.assembly import Part, PartsTier, RemotePart, RemoteParts
 from zeepo.engine.gradients import forget
 from zeepo.engine.managed import (
     Home,
@@ -28,6 +28,8 @@ from zeepo.engine.managed import (
     storage_of,
 )
 from zeepo.engine.manager import Manager
+from zeepo.engine.ranks import elements_in
+from zeepo.sharding.ranges import Range
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,22 @@ class States:
         """How a PARAM chunk is cut for updates."""
         if chunk.key not in self._pieces:
             homes = self._manager.slots[chunk.key]
-            numels = [home.plain.numel() for home in homes]
-            itemsizes = [home.plain.element_size() for home in homes]
-            limit = self._piece_bytes or max(64, chunk.layout.nbytes)
-            cut = cut_into_pieces(numels, itemsizes, limit)
-            self._pieces[chunk.key] = [Piece(i, tuple(cuts)) for i, cuts in enumerate(cut)]
+            sharded = self._manager.sharded_states(chunk)
+            own = Range(0, chunk.layout.nbytes) if sharded is None else sharded.own
+            self._pieces[chunk.key] = self._pieces_of(chunk, own)
             self._strides[chunk.key] = [home.plain.stride() for home in homes]
         return self._pieces[chunk.key]
+
+    def _pieces_of(self, chunk: Chunk, part: Range) -> list[Piece]:
+        """How the part of a PARAM chunk that a rank updates is cut."""
+        homes = self._manager.slots[chunk.key]
+        itemsizes = [home.plain.element_size() for home in homes]
+        starts, numels = elements_in(part, chunk.layout, itemsizes)
+        limit = self._piece_bytes or max(64, chunk.layout.nbytes)
+        return [
+            Piece(i, tuple(Cut(c.tensor, starts[c.tensor] + c.start, c.numel) for c in cuts))
+            for i, cuts in enumerate(cut_into_pieces(numels, itemsizes, limit))
+        ]
 
     def strides(self, home: Home) -> tuple[int, ...]:
         """The order in memory in which a parameter's state is cut, whatever its own is by now."""
@@ -107,17 +118,25 @@ class States:
     def _take_in_whole(self, home: Home, name: str, value: Tensor) -> Tensor:
         self._forget((home.chunk.key, home.index, name), home)
         pieces = [p for p in self.pieces(home.chunk) if _cuts_of(p, home.index)]
-        if len(pieces) == 1:
-            return self.take_in(home, name, pieces[0], _cuts_of(pieces[0], home.index)[0], value)
+        if len(pieces) == 1 and self._manager.sharded_states(home.chunk) is None:
+            cut = _cuts_of(pieces[0], home.index)[0]
+            return self.take_in(home, name, pieces[0], cut, value, is_whole=True)
         with torch.no_grad(), plain_torch():
             flat = _flat(value, self.strides(home))
             for piece in pieces:
                 for cut in _cuts_of(piece, home.index):
                     part = flat[cut.start : cut.start + cut.numel].clone()
-                    self.take_in(home, name, piece, cut, part)
+                    self.take_in(home, name, piece, cut, part, is_whole=False)
         return self.whole(home, name)
 
-    def take_in(self, home: Home, name: str, piece: Piece, cut: Cut, value: Tensor) -> Tensor:
+    def is_last_cut(self, chunk: Chunk, cut: Cut) -> bool:
+        """Whether no later part of the same parameter is updated by this rank."""
+        cuts = [c for piece in self.pieces(chunk) for c in piece.cuts if c.tensor == cut.tensor]
+        return cuts[-1] is cut
+
+    def take_in(
+        self, home: Home, name: str, piece: Piece, cut: Cut, value: Tensor, *, is_whole: bool
+    ) -> Tensor:
         """Put a new state tensor (whole, or flat for a cut) into its slot."""
         with torch.no_grad(), plain_torch():
             if not is_exclusive(value):
@@ -131,7 +150,7 @@ class States:
         self._store.adopt(chunk, index, storage)
         self._manager.by_storage[address(storage)] = chunk
         label = f"{home.name}.{name}"
-        if cut.numel == home.plain.numel():
+        if is_whole:
             state_home = Home(self._manager, chunk, index, label, value.detach())
             mark_managed(value, state_home)
             self._visible[home.chunk.key, home.index, name] = value
@@ -140,16 +159,22 @@ class States:
     def _chunk(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Chunk:
         key = (home.chunk.key, piece.number, name)
         if key not in self._chunks:
-            slots = home.chunk.layout.slots
-            layout = pack(
-                [(f"{slots[c.tensor].name}.{name}", c.numel * dtype.itemsize) for c in piece.cuts]
-            )
-            label = f"{home.chunk.label}.{self._label}.{name}"
-            if piece.number:
-                label += f"[{piece.number}]"
+            layout = self._layout(home.chunk, name, piece, dtype)
+            label = self._chunk_label(home.chunk, name, piece)
             self._chunks[key] = self._manager.new_state_chunk(label, layout)
             self._dtypes[key] = dtype
         return self._chunks[key]
+
+    @staticmethod
+    def _layout(chunk: Chunk, name: str, piece: Piece, dtype: torch.dtype) -> Layout:
+        slots = chunk.layout.slots
+        return pack(
+            [(f"{slots[c.tensor].name}.{name}", c.numel * dtype.itemsize) for c in piece.cuts]
+        )
+
+    def _chunk_label(self, chunk: Chunk, name: str, piece: Piece) -> str:
+        label = f"{chunk.label}.{self._label}.{name}"
+        return f"{label}[{piece.number}]" if piece.number else label
 
     # -- parts of a large parameter ------------------------------------------
 
@@ -173,16 +198,15 @@ class States:
         dtype = home.plain.dtype
         for piece in self.pieces(home.chunk):
             for index, cut in enumerate(piece.cuts):
-                if cut.tensor == home.index:
+                if cut.tensor == home.index and cut.numel:
                     chunk = self._chunks[home.chunk.key, piece.number, name]
                     dtype = self._dtypes[home.chunk.key, piece.number, name]
                     nbytes = chunk.layout.slots[index].nbytes
                     parts.append(Part(chunk, index, cut.start * nbytes // cut.numel, nbytes))
-        total = sum(part.nbytes for part in parts)
+        total = home.plain.numel() * dtype.itemsize
         label = f"{home.name}.{name}"
-        chunk = self._store.create(
-            Kind.STATE, label, pack([(label, total)]), PartsTier(self._store, parts)
-        )
+        tier = PartsTier(self._store, parts, self._remote_parts(home, name, dtype))
+        chunk = self._store.create(Kind.STATE, label, pack([(label, total)]), tier)
         chunk.may_be_prefetched = False
         with plain_torch():
             shell = torch.empty(0, dtype=dtype)
@@ -195,6 +219,36 @@ class States:
         mark_managed(value, Home(self._manager, chunk, 0, label, value.detach()))
         self._visible[key] = value
         return value
+
+    def _remote_parts(self, home: Home, name: str, dtype: torch.dtype) -> RemoteParts | None:
+        """What other ranks have of a state: they cut their ranges as we cut ours."""
+        sharded = self._manager.sharded_states(home.chunk)
+        ranks = self._manager.ranks
+        if sharded is None or ranks is None:
+            return None
+        parts = []
+        for rank in ranks.network.peers:
+            for piece in self._pieces_of(home.chunk, sharded.ranges[rank]):
+                layout = self._layout(home.chunk, name, piece, dtype)
+                for slot, cut in zip(layout.slots, piece.cuts, strict=True):
+                    if cut.tensor == home.index and cut.numel:
+                        label = self._chunk_label(home.chunk, name, piece)
+                        at = cut.start * dtype.itemsize
+                        parts.append(
+                            RemotePart(rank, label, slot.offset_bytes, slot.end_bytes, at)
+                        )
+        return RemoteParts(ranks.network, sharded, parts)
+
+    def offer_to_ranks(self, chunk: Chunk) -> None:
+        """After an update: other ranks may have the new states."""
+        sharded, ranks = self._manager.sharded_states(chunk), self._manager.ranks
+        if sharded is None or ranks is None:
+            return
+        for (key, _, _), state in self._chunks.items():
+            if key == chunk.key:
+                ranks.offers.offer(Kind.STATE, state.label, sharded.version, state)
+        for whole in self.assembled(chunk):
+            self._store.forget_copy(whole)
 
     def settle_wholes(self, chunk: Chunk) -> None:
         """Before pieces change: what the user wrote into an assembled whole goes to its pieces."""

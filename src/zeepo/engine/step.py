@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from zeepo.chunks.store import Chunk
 from zeepo.engine.managed import Home, home_of, plain_torch, read_autograd_grad
 from zeepo.engine.manager import Manager
+from zeepo.engine.ranks import Ranks, Sharded
 from zeepo.engine.states import States
 from zeepo.engine.tuning import Tuning
 from zeepo.engine.update import (
@@ -71,6 +72,9 @@ class OptimizerStep:
     def run(self) -> None:
         """Update every parameter that has a gradient, or see to it that it will be."""
         self.finish_put_off()
+        ranks = self._manager.ranks
+        if ranks is not None:
+            ranks.begin_step()
         by_chunk, odd = self._collect()
         recipe = take_recipe(self.optimizer)
         updates = [self._make_update(recipe, chunk, by_chunk[chunk]) for chunk in by_chunk]
@@ -78,11 +82,31 @@ class OptimizerStep:
             del updates[1:2]
         now, later = self._divide(updates)
         self._put_off_all(recipe, later)
-        for update in self._in_order_of_next_use(now):
-            update.run()
+        if ranks is not None:
+            self._update_with_ranks(ranks, now)
+        else:
+            for update in self._in_order_of_next_use(now):
+                update.run()
         for home, group in odd:
             self._update_with_odd_gradient(recipe, home, group)
         self._publish_entries()
+
+    def _update_with_ranks(self, ranks: Ranks, updates: Sequence[ChunkUpdate]) -> None:
+        """Each rank updates what it owns; whole parameters then get the others' parts.
+
+        In the same order on every rank, the exchange one chunk behind the update.
+        """
+        updated: list[Sharded] = []
+        for update in sorted(updates, key=lambda u: u.chunk.key):
+            sharded = ranks.sharded[update.chunk.key]
+            update.run()
+            ranks.updated(sharded)
+            self.states.offer_to_ranks(update.chunk)
+            updated.append(sharded)
+            if len(updated) > 1:
+                ranks.exchange(updated[-2])
+        if updated:
+            ranks.exchange(updated[-1])
 
     def _collect(self) -> tuple[dict[Chunk, list[Target]], list[tuple[Home, int]]]:
         """Parameters with a gradient: by chunk; and those whose gradient is not in a slot."""

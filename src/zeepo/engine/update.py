@@ -54,23 +54,21 @@ class Part:
     """The whole parameter that `tensor` is cut from: its own, or a copy in another order."""
     grads: Tensor
     """The same of its gradient."""
+    is_whole: bool
+    is_last: bool
+    """Of its parameter, none comes after it on this rank."""
+    is_shard: bool
 
     def write_back(self) -> None:
         """What was done to a copy is done to the parameter."""
+        if self.is_shard:
+            return
         if not self.is_whole and self.values is not self.target.home.plain:
             self.target.home.plain.copy_(self.values)
 
     def write_grad_back(self) -> None:
-        if self.grads is not self.target.grad.plain:
+        if not self.is_shard and self.grads is not self.target.grad.plain:
             self.target.grad.plain.copy_(self.grads)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.cut.numel == self.target.home.plain.numel()
-
-    @property
-    def is_last(self) -> bool:
-        return self.cut.start + self.cut.numel == self.target.home.plain.numel()
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,14 @@ class ChunkUpdate:
         self._manager = manager
         self._store = manager.store
         self._states = states
-        self._grads = manager.grad_chunks[chunk.key]
+        self._sharded = manager.sharded_states(chunk)
+        self._grads: Chunk | None = manager.grad_chunks[chunk.key]
+        self._values: Chunk | None = chunk
+        if self._sharded is not None:
+            assert self._sharded.grad is not None
+            self._grads = self._sharded.grad.shard
+            if self._sharded.param is not None:
+                self._values = self._sharded.param.shard
         self._torn_by: BaseException | None = None
         """What was raised in the middle of the optimizer's arithmetic."""
         self._batches_left = _batches(states.pieces(chunk), targets)
@@ -111,13 +116,15 @@ class ChunkUpdate:
     def chunks(self) -> list[Chunk]:
         """All whose bytes it reads or changes, and what shows them as one."""
         wholes = self._states.assembled(self.chunk) if self._batches_left else []
-        return [self._grads, *self._changed_chunks(), *wholes]
+        grads = [] if self._grads is None else [self._grads]
+        return [*grads, *self._changed_chunks(), *wholes]
 
     def _changed_chunks(self) -> list[Chunk]:
         """Those it has still to change."""
         pieces = {id(batch.piece): batch.piece for batch in self._batches_left}
         states = [chunk for piece in pieces.values() for chunk in self._states_of(piece)]
-        return [self.chunk, *states] if self._batches_left else []
+        values = [] if self._values is None else [self._values]
+        return [*values, *states] if self._batches_left else []
 
     def can_wait(self) -> bool:
         """Whether nobody could tell that it is not done yet.
@@ -125,6 +132,8 @@ class ChunkUpdate:
         Every state must be in a slot already (a first step makes them), nobody may hold a raw
         address, and something must be on its way from a lower tier for waiting to be of use.
         """
+        if self._manager.ranks is not None:
+            return False  # others wait for it
         chunks = self.chunks()
         if all(c.home is None for c in chunks) or any(c.raw_holds for c in chunks):
             return False
@@ -153,18 +162,20 @@ class ChunkUpdate:
         while self._batches_left:
             self._update_batch(self._batches_left[0])
             del self._batches_left[0]
-        self._manager.gradients.forget_unwanted(self._grads)
+        if self._grads is not None:
+            self._manager.gradients.forget_unwanted(self._grads)
 
     def give_up(self, error: Exception) -> None:
         """It can never be carried out: what it should have changed is lost."""
         for chunk in self.chunks():
             chunk.before_use = None
         self._store.give_up(self._changed_chunks(), error)
-        self._manager.gradients.forget_unwanted(self._grads)
+        if self._grads is not None:
+            self._manager.gradients.forget_unwanted(self._grads)
 
     def _update_batch(self, batch: Batch) -> None:
         states = self._states_of(batch.piece) if batch.has_states else []
-        leased = [self.chunk, self._grads, *states]
+        leased = [c for c in (self._values, self._grads) if c is not None] + states
         self._store.lease(leased)
         try:
             parts = [self._part(target, batch.piece, cut) for target, cut in batch.cuts]
@@ -179,8 +190,9 @@ class ChunkUpdate:
     def _update_parts(self, piece: Piece, parts: list[Part], states: list[Chunk]) -> None:
         """Run the optimizer on parts whose chunks are leased."""
         if not sabotaged("update.mark"):  # before: an update that raises half-way changed too
-            for changed in (self.chunk, *states):
-                self._store.mark_changed(changed)
+            for changed in (self._values, *states):
+                if changed is not None:
+                    self._store.mark_changed(changed)
         tensors: dict[int, list[Tensor]] = {}
         for part in parts:
             tensors.setdefault(part.target.group, []).append(part.tensor)
@@ -197,7 +209,8 @@ class ChunkUpdate:
             for part, version in zip(parts, versions, strict=True):
                 if writes_grads or _grad_version(part) != version:
                     part.write_grad_back()
-                    self._store.mark_changed(self._grads)
+                    if self._grads is not None:
+                        self._store.mark_changed(self._grads)
                 part.write_back()
         for part in parts:
             self._keep_state(part, piece, new_states.get(part.tensor, {}))
@@ -208,9 +221,14 @@ class ChunkUpdate:
     def _part(self, target: Target, piece: Piece, cut: Cut) -> Part:
         """The tensors of one cut, ordinary ones over the leased memory."""
         home, grad_home = target.home, target.grad
-        is_whole = cut.numel == home.plain.numel()
+        is_whole = cut.numel == home.plain.numel() and self._sharded is None
         with plain_torch():
-            if is_whole:
+            if self._sharded is not None:
+                tensor, grad = self._shard_run(home, cut, self._values), self._shard_run(
+                    home, cut, self._grads
+                )
+                values, grads = tensor, grad
+            elif is_whole:
                 values, grads = home.plain, grad_home.plain
                 tensor, grad = values.detach(), grads
             else:
@@ -222,7 +240,25 @@ class ChunkUpdate:
             state: State = {}
             for name, value in target.entry.items():
                 state[name] = self._state_value(target, piece, cut, name, value, is_whole)
-        return Part(target, cut, tensor, state, values, grads)
+        is_last = cut.start + cut.numel == home.plain.numel()
+        if self._sharded is not None:
+            is_last = self._states.is_last_cut(self.chunk, cut)
+        is_shard = self._sharded is not None
+        return Part(target, cut, tensor, state, values, grads, is_whole, is_last, is_shard)
+
+    def _shard_run(self, home: Home, cut: Cut, chunk: Chunk | None) -> Tensor:
+        """A flat run of a parameter, or of its gradient, where this rank keeps it."""
+        assert self._sharded is not None
+        dtype = home.plain.dtype
+        if chunk is None or cut.numel == 0:
+            return torch.empty(0, dtype=dtype)
+        if chunk is self.chunk:
+            return _run(home.plain, cut)
+        slot = self.chunk.layout.slots[home.index]
+        start = (slot.offset_bytes - self._sharded.own.low) // dtype.itemsize + cut.start
+        storage = chunk.storages[0]
+        assert storage is not None
+        return torch.empty(0, dtype=dtype).set_(storage, start, (cut.numel,), (1,))
 
     def _state_value(
         self, target: Target, piece: Piece, cut: Cut, name: str, value: Any, is_whole: bool
@@ -230,6 +266,8 @@ class ChunkUpdate:
         value_home = home_of(value)
         if value_home is not None and is_whole:
             return value_home.plain
+        if value_home is not None and cut.numel == 0:
+            return torch.empty(0, dtype=value_home.plain.dtype)
         if value_home is not None:
             return self._states.part(target.home, name, piece, cut)
         if target.counters is not None:
@@ -254,9 +292,12 @@ class ChunkUpdate:
                 if is_small and part.is_last and not sabotaged("state.small"):
                     visible[name] = value
                 continue
-            is_large = isinstance(value, Tensor) and value.numel() == part.cut.numel > 1
+            is_large = isinstance(value, Tensor) and value.shape == part.tensor.shape
+            is_large = is_large and (part.is_shard or home.plain.numel() > 1)
             if is_large and value.layout is torch.strided:
-                taken = self._states.take_in(home, name, piece, part.cut, value)
+                taken = self._states.take_in(
+                    home, name, piece, part.cut, value, is_whole=part.is_whole
+                )
                 if part.is_whole:
                     visible[name] = taken
                 elif part.is_last:

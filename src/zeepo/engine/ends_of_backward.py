@@ -1,0 +1,41 @@
+"""The end of a backward pass, seen wherever it was called.
+
+`loss.backward()`, `torch.autograd.backward` and reentrant checkpointing all come through one
+function of torch's; the end of the outermost call is the end of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class EndsOfBackward:
+    """Calls `at_end` after every backward that leaves gradients on parameters."""
+
+    def __init__(self, at_end: Callable[[], None]):
+        self._at_end = at_end
+        self._depth = 0
+        self._original: Any = None
+
+    def install(self) -> None:
+        self._original = original = torch.autograd._engine_run_backward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            if self._depth == 0 and kwargs.get("accumulate_grad", True):
+                self._at_end()
+            return result
+
+        torch.autograd._engine_run_backward = run
+
+    def remove(self) -> None:
+        if self._original is not None:
+            torch.autograd._engine_run_backward = self._original
+            self._original = None

@@ -1,0 +1,224 @@
+"""Chunks whose bytes are split over the ranks: who owns what, what is offered, how wholes come.
+
+For every PARAM chunk the ranks agree on ranges ([sharding/ranges]). What a rank owns of a kind that
+is split is a chunk of its own, a *shard*, which moves between RAM and disk like any other. The
+whole is a chunk whose lower tier is all ranks' shards: fetching it gathers, evicting it lets go.
+
+[Note: offers]
+Others may ask for what is offered: a chunk of ours, under its label, at a version. A request for a
+version that is not there yet waits; nobody asks for an older one, because no rank changes anything
+before all have come to the same step. Answering takes the store's lock for a moment, and room for
+one chunk that is on disk (`staging`), never the training thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.errors import InternalError
+from zeepo.memory.mapping import address_of
+from zeepo.memory.tier import Describe, Extent
+from zeepo.sharding.network import Loan, Network, PeerFuture, Reply, Wanted
+from zeepo.sharding.ranges import Range
+
+KINDS = {kind: number for number, kind in enumerate(Kind)}
+KIND_NAMES = {number: kind.value for kind, number in KINDS.items()}
+Pieces = list[tuple[int, memoryview]]
+
+
+def key_of(label: str) -> int:
+    """The same number for the same label on every rank."""
+    return int.from_bytes(xxhash.xxh3_64_digest(label.encode()), "little", signed=True)
+
+
+@dataclass
+class _Offer:
+    version: int
+    chunk: Chunk
+    base: int
+    """Where in the whole the chunk's first byte lies."""
+
+
+class Offers:
+    """What other ranks may ask us for."""
+
+    def __init__(self, store: ChunkStore, network: Network):
+        self._store = store
+        self._network = network
+        self._offers: dict[tuple[int, int], _Offer] = {}
+        self._staging: Any = None
+        self._is_staging_busy = False
+        network.provider = self._provide
+
+    def use_staging(self, memory: memoryview) -> None:
+        """Room to read what is on disk into."""
+        self._staging = memory
+
+    def offer(self, kind: Kind, label: str, version: int, chunk: Chunk, base: int = 0) -> None:
+        """From now on others may have this version."""
+        with self._store.lock:
+            self._offers[KINDS[kind], key_of(label)] = _Offer(version, chunk, base)
+        self._network.look_again()
+
+    def withdraw(self, kind: Kind, label: str) -> None:
+        with self._store.lock:
+            self._offers.pop((KINDS[kind], key_of(label)), None)
+
+    # -- in the links' threads --------------------------------------------------------------------
+
+    def _provide(self, wanted: Wanted, reply: Reply) -> bool:
+        with self._store.lock:
+            offer = self._offers.get((wanted.kind, wanted.key))
+            if offer is None or offer.version < wanted.version:
+                return False
+            chunk = offer.chunk
+            if offer.version > wanted.version:
+                reply(InternalError(f"{chunk.label} is at {offer.version} already"))
+                return True
+            low, high = wanted.low - offer.base, wanted.high - offer.base
+            if chunk.is_resident:
+                chunk.leases += 1
+                loan = Loan(cut_out(chunk.pieces(), low, high), lambda: self._give_back(chunk))
+            else:
+                return self._read_then_reply(chunk, low, high, reply)
+        reply(loan)
+        return True
+
+    def _give_back(self, chunk: Chunk) -> None:
+        self._store.release([chunk])
+
+    def _read_then_reply(self, chunk: Chunk, low: int, high: int, reply: Reply) -> bool:
+        if self._is_staging_busy or self._staging is None:
+            return False
+        assert chunk.home is not None
+        assert chunk.extent is not None
+        self._is_staging_busy = True
+        memory = self._staging[: chunk.layout.nbytes]
+
+        def read(future: Future[None]) -> None:
+            error = future.exception()
+            if error is not None:
+                self._is_staging_busy = False
+                reply(InternalError(f"{chunk.label} cannot be read: {error}"))
+            else:
+                reply(Loan([(0, memory[low:high])], self._free_staging))
+
+        chunk.home.read(chunk.extent, memory).add_done_callback(read)
+        return True
+
+    def _free_staging(self) -> None:
+        self._is_staging_busy = False
+        self._network.look_again()
+
+
+def cut_out(pieces: Sequence[tuple[int, memoryview]], low: int, high: int) -> Pieces:
+    """What lies in [low, high), counted from low."""
+    found: Pieces = []
+    for offset, memory in pieces:
+        start, end = max(low, offset), min(high, offset + memory.nbytes)
+        if start < end:
+            found.append((start - low, memory[start - offset : end - offset]))
+    return found
+
+
+def copy_into(target: memoryview, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """Put pieces at their places."""
+    start = address_of(target)
+    for offset, memory in pieces:
+        ctypes.memmove(start + offset, address_of(memory), memory.nbytes)
+
+
+class GatherTier:
+    """The lower tier of a whole that is split over the ranks: reading it asks them all."""
+
+    name = "ranks"
+    used_bytes = 0
+    peak_bytes = 0
+    bytes_read = 0
+    bytes_written = 0
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        network: Network,
+        kind: Kind,
+        label: str,
+        ranges: Sequence[Range],
+    ):
+        self._store = store
+        self._network = network
+        self._kind = kind
+        self.label = label
+        self._ranges = ranges
+        self._own = ranges[network.rank]
+        self.version = 0
+        """The version that is asked for."""
+        self.shard: Chunk | None = None
+        """What this rank has of it; None when its range is empty."""
+
+    def allocate(self, label: str, nbytes: int, describe: Describe | None = None) -> Extent:
+        return Extent(label, nbytes, describe)
+
+    def read(self, extent: Extent, target: memoryview) -> Future[None]:
+        """Every rank's part, our own from its shard."""
+        others = [r for r in self._network.peers if self._ranges[r].nbytes]
+        has_own = self.shard is not None and not self.shard.is_empty
+        future = PeerFuture(self._network, self.label, len(others) + has_own)
+        for peer in others:
+            part = self._ranges[peer]
+            wanted = Wanted(
+                KINDS[self._kind], key_of(self.label), self.version, part.low, part.high
+            )
+            self._network.pull(peer, wanted, target[part.low : part.high], future)
+        if has_own:
+            self._read_own(target[self._own.low : self._own.high], future)
+        return future
+
+    def _read_own(self, target: memoryview, future: PeerFuture) -> None:
+        shard = self.shard
+        assert shard is not None
+        if not shard.is_resident and shard.fetching is None:
+            assert shard.home is not None
+            assert shard.extent is not None
+            reading = shard.home.read(shard.extent, target)
+            reading.add_done_callback(lambda done: future.part_done(done.exception()))
+            return
+        self._store.lease([shard])
+        try:
+            copy_into(target, shard.pieces())
+        finally:
+            self._store.release([shard])
+        future.part_done()
+
+    def write(self, extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> Future[None]:
+        """What the user changed in the whole: our part of it goes to our shard."""
+        extent.num_writes += 1
+        self.write_to_shard(pieces)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def write_to_shard(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Keep our part of a whole."""
+        if self.shard is None or self.shard.is_empty:
+            return
+        self._store.lease([self.shard])
+        try:
+            ((_, here),) = self.shard.pieces()
+            copy_into(here, cut_out(pieces, self._own.low, self._own.high))
+            self._store.mark_changed(self.shard)
+        finally:
+            self._store.release([self.shard])
+
+    def free(self, extent: Extent) -> None:
+        extent.is_freed = True
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,102 @@
+"""Small training programs that run as ranks, plainly under DDP and under zeepo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeepo
+from zeepo.engine.tuning import tuned
+
+
+class Net(nn.Module):
+    """Odd sizes, a tied weight, a frozen layer and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 29)
+        self.layers = nn.ModuleList(nn.Linear(29, 29) for _ in range(4))
+        self.norm = nn.LayerNorm(29)
+        self.frozen = nn.Linear(29, 29).requires_grad_(False)
+        self.unused = nn.Linear(29, 7)
+        self.head = nn.Linear(29, 37, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(self.frozen(h)))
+        return self.head(self.norm(h))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 37, (3, 11), generator=random)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x[:, :-1])
+    return nn.functional.cross_entropy(out.flatten(0, 1), x[:, 1:].flatten())
+
+
+def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-2, fused=True)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: Any,
+    steps: int = 4,
+    clip: float | None = None,
+    micro: int = 1,
+) -> list[Any]:
+    """Losses, and norms when clipping."""
+    seen = []
+    for step in range(steps):
+        for part in range(micro - 1):
+            with sync():
+                loss = loss_of(model, batch(100 * part + step, dist.get_rank()))
+                loss.backward()
+                seen.append(loss.item())
+        loss = loss_of(model, batch(step, dist.get_rank()))
+        loss.backward()
+        seen.append(loss.item())
+        if clip is not None:
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    values = {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
+    for number, state in enumerate(optimizer.state_dict()["state"].values()):
+        for name, value in state.items():
+            values[f"{number}.{name}"] = torch.as_tensor(value).numpy().tobytes()
+    return values
+
+
+def under_ddp(**options: Any) -> dict[str, Any]:
+    model, optimizer = make(0)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    seen = train(wrapped, optimizer, wrapped.no_sync, **options)
+    return {"seen": seen, "values": digest(model, optimizer)}
+
+
+def under_zeepo(stage: int, disk: str | None, placement: dict[str, str], **options: Any) -> Any:
+    model, optimizer = make(dist.get_rank())  # rank 0's values count
+    ram = None
+    with tuned(estimate=False, least_ram=disk is not None, piece_bytes=1 << 10):
+        session = zeepo.init(model, optimizer, stage=stage, ram=ram, disk=disk, **placement)
+    seen = train(model, optimizer, session.no_sync, **options)
+    stats = session.stats()
+    session.close()
+    return {"seen": seen, "values": digest(model, optimizer), "stats": dict(stats)}
