@@ -16,6 +16,7 @@ from zeepo.chunks.storages import address, num_users
 from zeepo.config import Options
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.managed import ManagedTensor, home_of, mark_ordinary, storage_of
+from zeepo.engine.ranks import find_num_ranks
 from zeepo.engine.regions import largest_region_bytes
 from zeepo.engine.tuning import tuning
 from zeepo.errors import UnsupportedError
@@ -200,7 +201,7 @@ def plan_session(
         num_states=max((num_states_of(o) for o in optimizers), default=0),
         placement=placement,
         ram=available_ram_bytes() if options.ram is None else options.ram,
-        staging_bytes=STAGING_BYTES,
+        staging_bytes=STAGING_BYTES + _room_for_ranks(units),
         piece_bytes=tuning().piece_bytes,
         region_bytes=max((largest_region_bytes(model) for model in models), default=0),
         num_temporaries=max((num_temporaries_of(o) for o in optimizers), default=0),
@@ -209,6 +210,13 @@ def plan_session(
     if options.ram is None and tuning().least_ram:
         return replace(plan, ram=plan.minimum_ram)
     return plan
+
+
+def _room_for_ranks(units: Sequence[Unit]) -> int:
+    """With several ranks: a chunk on its way to others, and two of our parts being added."""
+    if find_num_ranks() == 1:
+        return 0
+    return 3 * max((unit.nbytes for unit in units), default=0)
 
 
 def _place_of_activations(options: Options) -> str:

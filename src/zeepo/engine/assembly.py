@@ -96,7 +96,16 @@ class PartsTier:
 
     def stream(self) -> Iterator[tuple[int, memoryview]]:
         """The whole, part by part as (offset, bytes), each leased while it is handed out."""
-        for part in self._parts:
+        remote = self._remote.parts if self._remote is not None else ()
+        for part in sorted([*self._parts, *remote], key=lambda p: p.offset_bytes):
+            if isinstance(part, RemotePart):
+                assert self._remote is not None
+                room = memoryview(bytearray(part.nbytes))
+                future = PeerFuture(self._remote.network, part.label, 1)
+                self._remote.pull(part, room, future)
+                future.result()
+                yield part.offset_bytes, room
+                continue
             self._store.lease([part.chunk])
             try:
                 storage = part.chunk.storages[part.index]
@@ -105,13 +114,6 @@ class PartsTier:
                 yield part.offset_bytes, memory_of(storage)
             finally:
                 self._store.release([part.chunk])
-        if self._remote is not None:
-            for remote in self._remote.parts:
-                room = memoryview(bytearray(remote.nbytes))
-                future = PeerFuture(self._remote.network, remote.label, 1)
-                self._remote.pull(remote, room, future)
-                future.result()
-                yield remote.offset_bytes, room
 
     def drop_parts(self) -> None:
         """The whole has its bytes elsewhere: forget them here, unless other ranks need them."""

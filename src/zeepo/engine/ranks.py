@@ -39,6 +39,7 @@ from zeepo.engine.shards import (
     key_of,
 )
 from zeepo.errors import RankError
+from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Tier
 from zeepo.sharding.network import Network, PeerFuture, Wanted
 from zeepo.sharding.ranges import Range, split
@@ -119,6 +120,7 @@ class Ranks:
         self._num_exchanges = 0
         self.is_local = 0
         """How many `no_sync` blocks we are in."""
+        self._staging: Buffer | None = None
         self.network.meet(Subject.START)
 
     # -- at init ----------------------------------------------------------------------------------
@@ -141,6 +143,13 @@ class Ranks:
                 self.offers.offer(Kind.PARAM, whole.label, 0, tier.shard, sharded.own.low)
             self._store.rest_on(whole, tier)
         return sharded
+
+    def take_staging(self, nbytes: int) -> None:
+        """Room in which what others ask for is read from disk: the largest chunk's size."""
+        if all(tier is None for tier in self._tiers.values()):
+            return
+        self._staging = self._store.pool.acquire(nbytes, "staging")
+        self.offers.use_staging(self._staging.memory)
 
     def _tier(self, kind: Kind, sharded: Sharded, label: str) -> GatherTier:
         return GatherTier(self._store, self.network, kind, label, sharded.ranges)
@@ -262,6 +271,7 @@ class Ranks:
         own = sharded.own
         total: Tensor | None = None
         absent = False
+        self._store.make_room(2 * own.nbytes)
         for rank in range(self.num_ranks):
             if not present[rank]:
                 absent = True
@@ -422,6 +432,9 @@ class Ranks:
 
     def close(self) -> None:
         self.network.close()
+        if self._staging is not None:
+            self._staging.release()
+            self._staging = None
 
 
 def typed(flat: Tensor, sharded: Sharded, dtypes: Sequence[torch.dtype]) -> list[Tensor]:

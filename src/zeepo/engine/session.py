@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeepo.chunks.layout import pack
 from zeepo.chunks.losses import loss_message
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.config import Options, resolve_options
@@ -94,7 +95,7 @@ class Session:
             guaranteed_bytes=self.plan.guaranteed_bytes,
         )
         self._manager = Manager(self._store, self._home_tiers())
-        self._ranks = self._join_ranks(options)
+        self._ranks = self._join_ranks(units, options)
         self._closing = Closing(self._store, space)
         if space is not None:
             self._manager.copies.use_disk(space, self.plan.guaranteed_bytes)
@@ -125,13 +126,15 @@ class Session:
                 self._give_everything_back()
             raise
 
-    def _join_ranks(self, options: Options) -> Ranks | None:
+    def _join_ranks(self, units: Sequence[Unit], options: Options) -> Ranks | None:
         """With several ranks, what each of them does is agreed with the others."""
         self._ends_of_backward = EndsOfBackward(self._after_backward)
         if find_num_ranks() == 1:
             return None
         stage = 3 if options.stage == "auto" else options.stage
         ranks = Ranks(self._store, stage, self._home_tiers())
+        sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
+        ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
         self._manager.use_ranks(ranks)
         return ranks
 
