@@ -24,3 +24,24 @@ def test_two_ranks_equal_ddp(ranks: Ranks, tmp_path: Path, stage: int, where: st
             k for k, v in plain[rank]["values"].items() if ours[rank]["values"][k] != v
         ]
         assert differing == []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_accumulation_without_sync_equals_ddp(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    plain = ranks.run(2, under_ddp, micro=3)
+    ours: list[Any] = ranks.run(2, under_zeepo, stage, str(tmp_path), {}, micro=3)
+    for rank in range(2):
+        assert ours[rank]["seen"] == plain[rank]["seen"]
+        assert ours[rank]["values"] == plain[rank]["values"]
+
+
+def test_clipping_is_the_same_in_every_stage(ranks: Ranks, tmp_path: Path) -> None:
+    plain = ranks.run(2, under_ddp, clip=0.05)
+    of_stage = [ranks.run(2, under_zeepo, s, None, {}, clip=0.05) for s in range(4)]
+    of_stage += [ranks.run(2, under_zeepo, s, str(tmp_path), {}, clip=0.05) for s in (1, 3)]
+    for ours in of_stage[1:]:
+        assert ours[0]["seen"] == of_stage[0][0]["seen"]
+        assert ours[0]["values"] == of_stage[0][0]["values"]
+    norms = zip(plain[0]["seen"][1::2], of_stage[0][0]["seen"][1::2], strict=True)
+    first_ddp, first_ours = next(iter(norms))
+    assert abs(first_ddp - first_ours) <= 2 * 2**-23 * first_ddp

@@ -31,6 +31,7 @@ from zeepo.engine.managed import (
     write_autograd_grad,
 )
 from zeepo.engine.ranks import Ranks, Sharded
+from zeepo.engine.split_gradients import SplitGradients
 from zeepo.engine.torch_functions import Function
 from zeepo.errors import UnsupportedError
 from zeepo.memory.tier import Tier
@@ -53,6 +54,7 @@ class Manager:
         """PARAM chunk key -> its GRAD chunk."""
         self.gradients = Gradients(self, store, self.grad_chunk)
         self.ranks: Ranks | None = None
+        self._split_gradients: SplitGradients | None = None
         self.node_leases = NodeLeases(store, self.by_storage)
         self.copies = Copies(store)
         self._until_step: list[Chunk] = []
@@ -78,6 +80,8 @@ class Manager:
     def use_ranks(self, ranks: Ranks) -> None:
         """Everything adopted from now on is shared with the other ranks."""
         self.ranks = ranks
+        ranks.slots = self.slots
+        self._split_gradients = SplitGradients(self.store, ranks)
         self.gradients.use_ranks(ranks)
 
     def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> Home:
@@ -137,6 +141,9 @@ class Manager:
                 Kind.GRAD, home.chunk.label + ".grad", home.chunk.layout, tier
             )
             self.grad_chunks[home.chunk.key] = chunk
+            if self.ranks is not None:
+                chunk.may_be_prefetched = False  # others may be about to change theirs
+                self.ranks.by_grad_chunk[chunk.key] = self.ranks.sharded[home.chunk.key]
         return chunk
 
     def sharded_states(self, chunk: Chunk) -> Sharded | None:
@@ -175,6 +182,10 @@ class Manager:
         if self._ended_raw_leases:
             self._drain_raw_leases()
         self.copies.count_out_ended()
+        if self._split_gradients is not None:
+            result = self._split_gradients.run(func, args, kwargs, managed)
+            if result is not NotImplemented:
+                return result
         homes = [home for home in map(home_of, managed) if home is not None]
         chunks = list({home.chunk.key: home.chunk for home in homes}.values())
         with plain_torch():

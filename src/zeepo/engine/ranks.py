@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -29,6 +29,7 @@ from torch import Tensor
 from zeepo.chunks.layout import Layout, pack
 from zeepo.chunks.storages import memory_of, new_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.engine.managed import Home
 from zeepo.engine.shards import (
     KIND_NAMES,
     KINDS,
@@ -115,8 +116,12 @@ class Ranks:
         self.rank, self.num_ranks = self.network.rank, self.network.num_ranks
         self.sharded: dict[int, Sharded] = {}
         """By the key of the PARAM chunk."""
+        self.by_grad_chunk: dict[int, Sharded] = {}
+        """By the key of the chunk of whole gradients."""
+        self.slots: Mapping[int, Sequence[Home]] = {}
+        """The manager's: by the key of the PARAM chunk, the parameters in it."""
         self.num_steps = 0
-        self._num_backwards = 0
+        self.num_backwards = 0
         self._num_exchanges = 0
         self.is_local = 0
         """How many `no_sync` blocks we are in."""
@@ -227,9 +232,9 @@ class Ranks:
             else bytes(len(sharded.whole.layout.slots))
             for sharded in self.sharded.values()
         )
-        self._num_backwards += 1
+        self.num_backwards += 1
         told = self.network.collect(
-            Subject.BACKWARD, self._num_backwards, mine, "the end of backward"
+            Subject.BACKWARD, self.num_backwards, mine, "the end of backward"
         )
         lengths = {len(fact) for fact in told}
         if len(lengths) > 1:
@@ -254,7 +259,7 @@ class Ranks:
         `kept`: slots whose gradient of earlier backwards is to be added to.
         """
         sharded = self.sharded[key]
-        number = self._num_backwards
+        number = self.num_backwards
         label = f"{sharded.label}.contribution"
         contribution = sharded.contribution
         if contribution is not None and present[self.rank]:
@@ -262,7 +267,7 @@ class Ranks:
         total = self._sum(sharded, present, dtypes, label) if sharded.own.nbytes else None
         if total is not None:
             self._accumulate(sharded, total, dtypes, kept)
-        self.grad_tier(sharded).version = number
+        self.gradient_changed(sharded)
 
     def _sum(
         self, sharded: Sharded, present: Sequence[set[int]], dtypes: Sequence[torch.dtype], label: str
@@ -282,7 +287,7 @@ class Ranks:
             else:
                 future = PeerFuture(self.network, f"gradients of {sharded.label}", 1)
                 wanted = Wanted(
-                    KINDS[Kind.GRAD], key_of(label), self._num_backwards, own.low, own.high
+                    KINDS[Kind.GRAD], key_of(label), self.num_backwards, own.low, own.high
                 )
                 self.network.pull(rank, wanted, memory_of(part.untyped_storage()), future)
                 future.result()
@@ -344,9 +349,22 @@ class Ranks:
                 self._store.mark_changed(shard)
             finally:
                 self._store.release([shard])
-        self.offers.offer(
-            Kind.GRAD, tier.label, self._num_backwards, shard, sharded.own.low
-        )
+
+    def gradient_changed(self, sharded: Sharded) -> None:
+        """Our part of a reduced gradient is new: others get it when they have come as far."""
+        tier = self.grad_tier(sharded)
+        tier.version += 1
+        if tier.shard is not None:
+            self.offers.offer(Kind.GRAD, tier.label, tier.version, tier.shard, sharded.own.low)
+
+    def homes_with_gradient(self) -> list[tuple[Sharded, Home]]:
+        """Parameters whose gradient is reduced, in the same order on every rank."""
+        return [
+            (sharded, home)
+            for key, sharded in self.sharded.items()
+            for home in self.slots[key]
+            if home.grad is not None
+        ]
 
     def end_of_reduction(self) -> None:
         """Everybody has what it needs of us."""
