@@ -42,6 +42,8 @@ class Moves:
         """What may be held whatever the limit is at this moment: one function's needs."""
         self.relieve: Callable[[int], bool] | None = None
         """When no chunk can leave: makes room otherwise, and says whether that was of use."""
+        self.wait_for_loan: Callable[[], bool] | None = None
+        """Waits until a rank gives back what it borrowed; False if there is no such thing."""
         self.must_have_room = False
         """While closing, values come before the budget: what no eviction frees is granted."""
 
@@ -91,6 +93,8 @@ class Moves:
         if movable:
             self._evict_all(movable)
             return
+        if self.wait_for_loan is not None and self.wait_for_loan():
+            return
         wanted = align_up(nbytes, PAGE_BYTES)
         needed = self.ledger.used_bytes - self.pool.idle_bytes + wanted
         if needed > self._guaranteed_bytes:
@@ -113,7 +117,12 @@ class Moves:
         for key in keys:
             self.start_write(self.chunks[key])
         for key in keys:
-            self.evict(self.chunks[key])
+            self._evict_unless_lent(self.chunks[key])
+
+    def _evict_unless_lent(self, chunk: Chunk) -> None:
+        """While we waited for another chunk, a rank may have borrowed this one."""
+        if not chunk.leases:
+            self.evict(chunk)
 
     def start_write(self, chunk: Chunk) -> None:
         self.collect_write(chunk)
@@ -272,7 +281,7 @@ class Moves:
         if victims is None:
             return False
         for key in victims:
-            self.evict(self.chunks[key])
+            self._evict_unless_lent(self.chunks[key])
         return self.pool.can_acquire(nbytes)
 
     # -- waiting ----------------------------------------------------------------------

@@ -12,9 +12,10 @@ Everything runs in the thread that calls it; only the tiers' own threads move by
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -28,6 +29,7 @@ from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
 from zeepo.memory.budget import RamBudget
 from zeepo.memory.ledger import Reservation
+from zeepo.memory.mapping import address_of
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
@@ -123,6 +125,18 @@ class ChunkStore:
         chunk.storages[index] = storage
         chunk.lower_version = chunk.version
         chunk.expected_writes = chunk.extent.num_writes
+
+    def wait_for_loans_by(self, wait: Callable[[], bool]) -> None:
+        """What to do when nothing can leave because other ranks have borrowed it."""
+        self._moves.wait_for_loan = wait
+
+    def copy_resident(self, chunk: Chunk, target: memoryview) -> None:
+        """Copy a chunk that is here, or on its way, without a lease."""
+        with self.lock:
+            self._moves.finish_fetch(chunk)
+            start = address_of(target)
+            for offset, memory in chunk.pieces():
+                ctypes.memmove(start + offset, address_of(memory), memory.nbytes)
 
     def rest_on(self, chunk: Chunk, tier: Tier) -> None:
         """From now on a chunk rests on another tier, which holds its bytes already."""

@@ -55,7 +55,9 @@ class Offers:
         self._offers: dict[tuple[int, int], _Offer] = {}
         self._staging: Any = None
         self._is_staging_busy = False
+        self._num_loans = 0
         network.provider = self._provide
+        store.wait_for_loans_by(self.wait_for_loan)
 
     def use_staging(self, memory: memoryview) -> None:
         """Room to read what is on disk into."""
@@ -85,6 +87,7 @@ class Offers:
             low, high = wanted.low - offer.base, wanted.high - offer.base
             if chunk.is_resident:
                 chunk.leases += 1
+                self._num_loans += 1
                 loan = Loan(cut_out(chunk.pieces(), low, high), lambda: self._give_back(chunk))
             else:
                 return self._read_then_reply(chunk, low, high, reply)
@@ -92,7 +95,17 @@ class Offers:
         return True
 
     def _give_back(self, chunk: Chunk) -> None:
-        self._store.release([chunk])
+        with self._store.lock:
+            self._num_loans -= 1
+            self._store.release([chunk])
+
+    def wait_for_loan(self) -> bool:
+        """In the training thread: let go of the lock until something comes back."""
+        before = self._num_loans
+        if not before:
+            return False
+        self._network.wait_until(lambda: self._num_loans < before, "a loan")
+        return True
 
     def _read_then_reply(self, chunk: Chunk, low: int, high: int, reply: Reply) -> bool:
         if self._is_staging_busy or self._staging is None:
@@ -190,11 +203,7 @@ class GatherTier:
             reading = shard.home.read(shard.extent, target)
             reading.add_done_callback(lambda done: future.part_done(done.exception()))
             return
-        self._store.lease([shard])
-        try:
-            copy_into(target, shard.pieces())
-        finally:
-            self._store.release([shard])
+        self._store.copy_resident(shard, target)
         future.part_done()
 
     def write(self, extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> Future[None]:

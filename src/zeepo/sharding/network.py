@@ -34,6 +34,7 @@ from zeepo.sharding.messages import Message, Topic
 from zeepo.sharding.neighbour import Place, allow_reading, host_name, read_memory
 
 CHECK_SECONDS = 0.2
+POLL_SECONDS = 0.0005
 SILENT_SECONDS = 5.0
 """A rank that is not heard of for this long is named; training goes on when it wakes up."""
 STRAGGLER_SECONDS = 1.0
@@ -284,6 +285,13 @@ class Network:
                 except TimeoutError:
                     self._check_silent(future.waits_for, future.what)
         self._note_wait(waits_for, future.what, started)
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for something the link threads do."""
+        with self._let_go():
+            while not is_so():
+                time.sleep(POLL_SECONDS)
+                self._check_silent(self.peers, what)
 
     @contextmanager
     def _let_go(self) -> Iterator[None]:
