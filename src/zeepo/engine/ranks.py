@@ -233,6 +233,7 @@ class Ranks:
             for sharded in self.sharded.values()
         )
         self.num_backwards += 1
+        self.network.position = (self.num_steps, 2)
         told = self.network.collect(
             Subject.BACKWARD, self.num_backwards, mine, "the end of backward"
         )
@@ -441,6 +442,9 @@ class Ranks:
         for future in futures:
             future.result()
         self._store.mark_changed(whole)
+
+    def end_step(self) -> None:
+        self.network.position = (self.num_steps, 1)
 
     # -- the end ----------------------------------------------------------------------------------
 

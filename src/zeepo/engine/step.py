@@ -107,6 +107,7 @@ class OptimizerStep:
                 ranks.exchange(updated[-2])
         if updated:
             ranks.exchange(updated[-1])
+        ranks.end_step()
 
     def _collect(self) -> tuple[dict[Chunk, list[Target]], list[tuple[Home, int]]]:
         """Parameters with a gradient: by chunk; and those whose gradient is not in a slot."""

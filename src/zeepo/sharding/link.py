@@ -36,8 +36,9 @@ class Receiver(Protocol):
         """A message has arrived, and what followed it."""
         ...
 
-    def beat(self) -> Message:
-        """What to say when there is nothing to say."""
+    @property
+    def position(self) -> tuple[int, int]:
+        """Where our training thread is: step and phase."""
         ...
 
     def ended(self, peer: int, error: Exception | None) -> None:
@@ -88,7 +89,7 @@ class Link:
             try:
                 message, payload, on_sent = self._outbox.get(timeout=BEAT_SECONDS)
             except queue.Empty:
-                message, payload, on_sent = self._receiver.beat(), None, None
+                message, payload, on_sent = Message(Topic.BEAT), None, None
             if not is_broken:
                 try:
                     self._send(message, payload)
@@ -101,7 +102,7 @@ class Link:
                 return
 
     def _send(self, message: Message, payload: memoryview | None) -> None:
-        header = torch.frombuffer(message.encode(), dtype=torch.int64)
+        header = torch.frombuffer(message.encode(self._receiver.position), dtype=torch.int64)
         works = [self._group.send([header], self.peer, HEADER_TAG)]
         if payload is not None and message.payload_bytes:
             bytes_out = torch.frombuffer(payload, dtype=torch.uint8)

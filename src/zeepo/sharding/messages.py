@@ -1,6 +1,7 @@
 """What ranks say to each other. Pure.
 
-A message is sixteen numbers: a topic, an identity, the arguments, and how many bytes follow.
+A message is sixteen numbers: a topic, an identity, how many bytes follow, the arguments, and where
+the training thread of the sender is (step and phase).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 NUM_NUMBERS = 16
-NUM_ARGUMENTS = NUM_NUMBERS - 3
+NUM_ARGUMENTS = NUM_NUMBERS - 5
 
 
 class Topic(IntEnum):
@@ -43,13 +44,17 @@ class Message:
     arguments: tuple[int, ...] = ()
     payload_bytes: int = 0
 
-    def encode(self) -> array[int]:
+    position: tuple[int, int] = (0, 0)
+    """Step and phase of the sender; filled in when it is sent."""
+
+    def encode(self, position: tuple[int, int]) -> array[int]:
         """The sixteen numbers."""
-        numbers = [int(self.topic), self.identity, self.payload_bytes, *self.arguments]
-        return array("q", numbers + [0] * (NUM_NUMBERS - len(numbers)))
+        arguments = [*self.arguments, *[0] * (NUM_ARGUMENTS - len(self.arguments))]
+        numbers = [int(self.topic), self.identity, self.payload_bytes, *arguments, *position]
+        return array("q", numbers)
 
 
 def decode(numbers: array[int]) -> Message:
     """The message that `encode` made these numbers of."""
-    topic, identity, payload_bytes, *arguments = numbers
-    return Message(Topic(topic), identity, tuple(arguments), payload_bytes)
+    topic, identity, payload_bytes, *arguments, step, phase = numbers
+    return Message(Topic(topic), identity, tuple(arguments), payload_bytes, (step, phase))

@@ -354,9 +354,8 @@ class Network:
 
     def receive(self, peer: int, message: Message) -> None:
         self._named_silent.discard(peer)
-        if message.topic is Topic.BEAT:
-            self._positions[peer] = (message.arguments[0], message.arguments[1])
-        elif message.topic is Topic.NOTE:
+        self._positions[peer] = message.position
+        if message.topic is Topic.NOTE:
             subject, number = message.arguments[:2]
             fact = self._what_followed(peer, message)
             with self._state:
@@ -385,9 +384,6 @@ class Network:
             pull = self._pulls.pop(message.identity)
         what = pull.future.what
         pull.future.part_done(RankError(f"rank {peer} cannot give {what}: {reason}"))
-
-    def beat(self) -> Message:
-        return Message(Topic.BEAT, 0, self.position)
 
     def _copy_loan(self, peer: int, message: Message) -> None:
         numbers = array("q", self._what_followed(peer, message))
@@ -418,7 +414,9 @@ class Network:
 
     def ended(self, peer: int, error: Exception | None) -> None:
         """Its link is over: what was asked of it fails, what was lent to it comes back."""
-        reason = f"it ended ({error})" if error else "it has closed its session"
+        reason = "it has closed its session"
+        if error is not None:
+            reason = f"its connection broke ({_first_words(error)})"
         with self._state:
             self._ended.setdefault(peer, reason)
             lost = [pull for pull in self._pulls.values() if pull.peer == peer]
@@ -464,6 +462,12 @@ class Network:
         deadline = time.monotonic() + self._patience_seconds
         joined = [link.join(deadline - time.monotonic()) for link in self._links.values()]
         return all(joined)
+
+
+def _first_words(error: Exception) -> str:
+    """What happened, without the file and line that torch's transport begins with."""
+    text = str(error).split("] ", 1)[-1]
+    return text.split(". ", 1)[0][:120]
 
 
 def _address_of(memory: memoryview) -> int:
