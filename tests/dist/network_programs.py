@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zeepo.sharding import network as network_module
-from zeepo.sharding.network import Loan, Network, PeerFuture, Reply, Wanted
+from zeepo.sharding.network import Network
+from zeepo.sharding.requests import Loan, PeerFuture, Reply, Wanted
 
 KINDS = {0: "params"}
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.engine.ranks import Sharded
+from zeepo.engine.sharded import Sharded
 from zeepo.engine.shards import KINDS, key_of
 from zeepo.errors import InternalError
 from zeepo.memory.tier import Describe, Extent
-from zeepo.sharding.network import Network, PeerFuture, Wanted
+from zeepo.sharding.network import Network
+from zeepo.sharding.requests import PeerFuture, Wanted
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ class PartsTier:
     bytes_read = 0
     bytes_written = 0
 
-    def __init__(
-        self, store: ChunkStore, parts: Sequence[Part], remote: RemoteParts | None = None
-    ):
+    def __init__(self, store: ChunkStore, parts: Sequence[Part], remote: RemoteParts | None = None):
         self._store = store
         self._parts = parts
         self._remote = remote
@@ -97,7 +96,8 @@ class PartsTier:
     def stream(self) -> Iterator[tuple[int, memoryview]]:
         """The whole, part by part as (offset, bytes), each leased while it is handed out."""
         remote = self._remote.parts if self._remote is not None else ()
-        for part in sorted([*self._parts, *remote], key=lambda p: p.offset_bytes):
+        parts: list[Part | RemotePart] = [*self._parts, *remote]
+        for part in sorted(parts, key=lambda p: p.offset_bytes):
             if isinstance(part, RemotePart):
                 assert self._remote is not None
                 room = memoryview(bytearray(part.nbytes))

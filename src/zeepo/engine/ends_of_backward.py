@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_AUTOGRAD: Any = torch.autograd
+
 
 class EndsOfBackward:
     """Calls `at_end` after every backward that leaves gradients on parameters."""
@@ -21,7 +23,7 @@ class EndsOfBackward:
         self._original: Any = None
 
     def install(self) -> None:
-        self._original = original = torch.autograd._engine_run_backward
+        self._original = original = _AUTOGRAD._engine_run_backward
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
@@ -33,9 +35,9 @@ class EndsOfBackward:
                 self._at_end()
             return result
 
-        torch.autograd._engine_run_backward = run
+        _AUTOGRAD._engine_run_backward = run
 
     def remove(self) -> None:
         if self._original is not None:
-            torch.autograd._engine_run_backward = self._original
+            _AUTOGRAD._engine_run_backward = self._original
             self._original = None

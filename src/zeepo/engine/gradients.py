@@ -30,7 +30,7 @@ from zeepo.engine.managed import (
     storage_of,
     write_autograd_grad,
 )
-from zeepo.engine.ranks import Ranks
+from zeepo.engine.reduction import Reduction
 from zeepo.sabotage import sabotaged
 
 
@@ -42,7 +42,7 @@ class Gradients:
         self._store = store
         self._chunk_for = chunk_for
         """The GRAD chunk that goes with a parameter's PARAM chunk; same slots."""
-        self._ranks: Ranks | None = None
+        self._reduction: Reduction | None = None
         self._unwanted: dict[int, list[Tensor]] = {}
         """GRAD chunk -> what was dropped while an update of the chunk waits that may need it."""
 
@@ -60,7 +60,7 @@ class Gradients:
                 self._keep_differentiable(home, new)
                 return
             write_autograd_grad(parameter, None)
-            if self._ranks is not None:
+            if self._reduction is not None:
                 self._contribute(home, new)
             elif home.grad is None or sabotaged("grad.overwrite"):
                 self.drop(home)
@@ -72,33 +72,33 @@ class Gradients:
             else:
                 self._add(home.grad, new)
 
-    def use_ranks(self, ranks: Ranks) -> None:
+    def use_ranks(self, reduction: Reduction) -> None:
         """Gradients are contributions from now on, until they are reduced."""
-        self._ranks = ranks
+        self._reduction = reduction
 
     def _contribute(self, home: Home, new: Tensor) -> None:
         """Keep what backward made, in the parameter's order in memory, until it is reduced."""
-        assert self._ranks is not None
+        assert self._reduction is not None
         if home.contribution is not None:
             self._add(home.contribution, new)
             return
         if new.stride() != home.plain.stride() or not is_exclusive(new):
             new = torch.empty_like(home.plain).copy_(new)
-        chunk = self._ranks.contribution_chunk(home.chunk)
+        chunk = self._reduction.contribution_chunk(home.chunk)
         self._store.adopt(chunk, home.index, new.untyped_storage())
         mark_managed(new, Home(self._manager, chunk, home.index, home.name + ".grad", new.detach()))
         home.contribution = new
 
     def reduce(self, slots: Mapping[int, Sequence[Home]]) -> None:
         """The end of a backward: the ranks' contributions become everybody's gradients."""
-        assert self._ranks is not None
-        present = self._ranks.agree_on_gradients()
+        assert self._reduction is not None
+        present = self._reduction.agree_on_gradients()
         reduced = [key for key in present if any(present[key])]
         for key in reversed(reduced):
             homes = slots[key]
             kept = {home.index for home in homes if home.grad is not None}
-            self._ranks.reduce(key, present[key], [h.plain.dtype for h in homes], kept)
-        self._ranks.end_of_reduction()
+            self._reduction.reduce(key, present[key], [h.plain.dtype for h in homes], kept)
+        self._reduction.end()
         for key in reduced:
             with_gradient = set().union(*present[key])
             grads = self._chunk_for(slots[key][0])

@@ -30,7 +30,9 @@ from zeepo.engine.managed import (
     storage_of,
     write_autograd_grad,
 )
-from zeepo.engine.ranks import Ranks, Sharded
+from zeepo.engine.ranks import Ranks
+from zeepo.engine.reduction import Reduction
+from zeepo.engine.sharded import Sharded
 from zeepo.engine.split_gradients import SplitGradients
 from zeepo.engine.torch_functions import Function
 from zeepo.errors import UnsupportedError
@@ -54,6 +56,7 @@ class Manager:
         """PARAM chunk key -> its GRAD chunk."""
         self.gradients = Gradients(self, store, self.grad_chunk)
         self.ranks: Ranks | None = None
+        self.reduction: Reduction | None = None
         self._split_gradients: SplitGradients | None = None
         self.node_leases = NodeLeases(store, self.by_storage)
         self.copies = Copies(store)
@@ -81,8 +84,9 @@ class Manager:
         """Everything adopted from now on is shared with the other ranks."""
         self.ranks = ranks
         ranks.slots = self.slots
-        self._split_gradients = SplitGradients(self.store, ranks)
-        self.gradients.use_ranks(ranks)
+        self.reduction = Reduction(self.store, ranks)
+        self._split_gradients = SplitGradients(self.store, ranks, self.reduction)
+        self.gradients.use_ranks(self.reduction)
 
     def _adopt_parameter(self, chunk: Chunk, index: int, name: str, p: nn.Parameter) -> Home:
         home = home_of(p)
@@ -136,7 +140,8 @@ class Manager:
         if chunk is None:
             tier = self.home_tier[Kind.GRAD]
             if self.ranks is not None:
-                tier = self.ranks.grad_tier(self.ranks.sharded[home.chunk.key])
+                assert self.reduction is not None
+                tier = self.reduction.grad_tier(self.ranks.sharded[home.chunk.key])
             chunk = self.store.create(
                 Kind.GRAD, home.chunk.label + ".grad", home.chunk.layout, tier
             )

@@ -25,8 +25,8 @@ from zeepo.engine.adoption import (
 )
 from zeepo.engine.allowance import Allowance
 from zeepo.engine.closing import Closing
-from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.ends_of_backward import EndsOfBackward
+from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager

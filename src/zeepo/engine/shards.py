@@ -25,8 +25,9 @@ from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.errors import InternalError
 from zeepo.memory.mapping import address_of
 from zeepo.memory.tier import Describe, Extent
-from zeepo.sharding.network import Loan, Network, PeerFuture, Reply, Wanted
+from zeepo.sharding.network import Network
 from zeepo.sharding.ranges import Range
+from zeepo.sharding.requests import Loan, PeerFuture, Reply, Wanted
 
 KINDS = {kind: number for number, kind in enumerate(Kind)}
 KIND_NAMES = {number: kind.value for kind, number in KINDS.items()}

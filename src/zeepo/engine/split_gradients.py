@@ -18,13 +18,28 @@ from torch import Tensor
 
 from zeepo.chunks.store import ChunkStore
 from zeepo.engine.managed import Home, home_of, plain_torch
-from zeepo.engine.ranks import Ranks, Sharded, Subject
+from zeepo.engine.ranks import Ranks
+from zeepo.engine.reduction import Reduction
+from zeepo.engine.sharded import Sharded, Subject
 from zeepo.engine.torch_functions import Function
 
 ALIKE = frozenset(
-    "mul_ div_ clamp_ clamp_min_ clamp_max_ clip_ zero_ neg_ "
-    "_foreach_mul_ _foreach_div_ _foreach_clamp_min_ _foreach_clamp_max_ _foreach_zero_ "
-    "_foreach_neg_".split()
+    [
+        "mul_",
+        "div_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "clip_",
+        "zero_",
+        "neg_",
+        "_foreach_mul_",
+        "_foreach_div_",
+        "_foreach_clamp_min_",
+        "_foreach_clamp_max_",
+        "_foreach_zero_",
+        "_foreach_neg_",
+    ]
 )
 """In place, elementwise, the same for every element given numbers as arguments."""
 NORMS = frozenset(("norm", "linalg_vector_norm", "vector_norm", "_foreach_norm"))
@@ -33,9 +48,10 @@ NORMS = frozenset(("norm", "linalg_vector_norm", "vector_norm", "_foreach_norm")
 class SplitGradients:
     """Runs functions on the parts of gradients."""
 
-    def __init__(self, store: ChunkStore, ranks: Ranks):
+    def __init__(self, store: ChunkStore, ranks: Ranks, reduction: Reduction):
         self._store = store
         self._ranks = ranks
+        self._reduction = reduction
         self._norms: dict[tuple[int, int], float] = {}
         """(PARAM chunk, slot) -> norm, as long as no gradient changes."""
         self._norm_order: tuple[float, int] | None = None
@@ -83,7 +99,7 @@ class SplitGradients:
             finally:
                 self._store.release([shard])
         self._norms.clear()
-        self._ranks.gradient_changed(sharded)
+        self._reduction.gradient_changed(sharded)
         self._store.forget_copy(home.chunk)
         with plain_torch():
             torch.autograd.graph.increment_version([grad])
@@ -114,7 +130,7 @@ class SplitGradients:
         order = _order_of(args[1:], kwargs)
         if order is None:
             return NotImplemented
-        version = self._ranks.num_backwards
+        version = self._reduction.num_backwards
         if self._norm_order != (order, version) or not self._norms:
             self._norms = self._all_norms(order)
             self._norm_order = (order, version)
@@ -123,7 +139,7 @@ class SplitGradients:
 
     def _all_norms(self, order: float) -> dict[tuple[int, int], float]:
         """Of every gradient there is, with one exchange."""
-        homes = self._ranks.homes_with_gradient()
+        homes = self._reduction.homes_with_gradient()
         mine = [self._part_norm(home, sharded, order) for sharded, home in homes]
         self._num_norms += 1
         told = self._ranks.network.collect(
@@ -143,7 +159,8 @@ class SplitGradients:
         self._store.lease([sharded.grad.shard])
         try:
             with torch.no_grad(), plain_torch():
-                return float(torch.linalg.vector_norm(self._part_tensor(home, sharded), order))
+                norm: Tensor = torch.linalg.vector_norm(self._part_tensor(home, sharded), order)
+                return float(norm)
         finally:
             self._store.release([sharded.grad.shard])
 

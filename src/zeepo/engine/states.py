@@ -28,7 +28,7 @@ from zeepo.engine.managed import (
     storage_of,
 )
 from zeepo.engine.manager import Manager
-from zeepo.engine.ranks import elements_in
+from zeepo.engine.sharded import elements_in
 from zeepo.sharding.ranges import Range
 
 
@@ -234,9 +234,7 @@ class States:
                     if cut.tensor == home.index and cut.numel:
                         label = self._chunk_label(home.chunk, name, piece)
                         at = cut.start * dtype.itemsize
-                        parts.append(
-                            RemotePart(rank, label, slot.offset_bytes, slot.end_bytes, at)
-                        )
+                        parts.append(RemotePart(rank, label, slot.offset_bytes, slot.end_bytes, at))
         return RemoteParts(ranks.network, sharded, parts)
 
     def offer_to_ranks(self, chunk: Chunk) -> None:

@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from zeepo.chunks.store import Chunk
 from zeepo.engine.managed import Home, home_of, plain_torch, read_autograd_grad
 from zeepo.engine.manager import Manager
-from zeepo.engine.ranks import Ranks, Sharded
+from zeepo.engine.ranks import Ranks
+from zeepo.engine.sharded import Sharded
 from zeepo.engine.states import States
 from zeepo.engine.tuning import Tuning
 from zeepo.engine.update import (

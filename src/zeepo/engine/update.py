@@ -224,8 +224,9 @@ class ChunkUpdate:
         is_whole = cut.numel == home.plain.numel() and self._sharded is None
         with plain_torch():
             if self._sharded is not None:
-                tensor, grad = self._shard_run(home, cut, self._values), self._shard_run(
-                    home, cut, self._grads
+                tensor, grad = (
+                    self._shard_run(home, cut, self._values),
+                    self._shard_run(home, cut, self._grads),
                 )
                 values, grads = tensor, grad
             elif is_whole:

@@ -66,8 +66,8 @@ def read_memory(pid: int, places: Sequence[Place], target: memoryview) -> None:
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     here = torch.frombuffer(target, dtype=torch.uint8).data_ptr() if target.nbytes else 0
     for batch in _batches(places):
-        local = (_Vector * len(batch))(*((here + p.offset, p.nbytes) for p in batch))
-        remote = (_Vector * len(batch))(*((p.address, p.nbytes) for p in batch))
+        local = (_Vector * len(batch))(*(_Vector(here + p.offset, p.nbytes) for p in batch))
+        remote = (_Vector * len(batch))(*(_Vector(p.address, p.nbytes) for p in batch))
         wanted = sum(p.nbytes for p in batch)
         copied = libc.process_vm_readv(
             pid, local, len(batch), remote, len(batch), ctypes.c_ulong(0)

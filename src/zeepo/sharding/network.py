@@ -23,7 +23,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from zeepo.errors import RankError
 from zeepo.sharding.link import Link
 from zeepo.sharding.messages import Message, Topic
 from zeepo.sharding.neighbour import Place, allow_reading, host_name, read_memory
+from zeepo.sharding.requests import Counters, Loan, PeerFuture, Provider, Pull, Wanted
 
 CHECK_SECONDS = 0.2
 POLL_SECONDS = 0.0005
@@ -41,93 +41,13 @@ STRAGGLER_SECONDS = 1.0
 PHASES = ("outside a step", "in forward", "in backward", "in optimizer.step", "closing")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Bytes of another rank: which ones, and of which version."""
-
-    kind: int
-    key: int
-    version: int
-    low: int
-    high: int
-
-
-@dataclass(frozen=True)
-class Loan:
-    """Memory that stays as it is until it is given back; what no piece covers is zero."""
-
-    pieces: Sequence[tuple[int, memoryview]]
-    """(offset in what was asked for, bytes)"""
-    give_back: Callable[[], None]
-
-
-Reply = Callable[[Loan | Exception], None]
-Provider = Callable[[Wanted, Reply], bool]
-"""Answers a request, at once or later; False when that version is not there yet."""
-
-
-class PeerFuture(Future[None]):
-    """A transfer in parts, from other ranks and perhaps a disk; waiting for it watches them."""
-
-    def __init__(self, network: Network, what: str, num_parts: int):
-        super().__init__()
-        self.what = what
-        self.waits_for: set[int] = set()
-        """Ranks that have not answered yet."""
-        self._network = network
-        self._num_parts_left = num_parts
-        self._part_lock = threading.Lock()
-        if num_parts == 0:
-            self.set_result(None)
-
-    def part_done(self, error: BaseException | None = None) -> None:
-        """One part has come, or cannot come. Done when none is under way any more."""
-        with self._part_lock:
-            self._num_parts_left -= 1
-            self._error = self._error or error
-            is_last = self._num_parts_left == 0
-        if is_last:
-            if self._error is not None:
-                self.set_exception(self._error)
-            else:
-                self.set_result(None)
-
-    _error: BaseException | None = None
-
-    def result(self, timeout: float | None = None) -> None:
-        self._network.wait_for(self)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._network.wait_for(self)
-        return super().exception(timeout)
-
-
-@dataclass
-class _Pull:
-    peer: int
-    target: memoryview
-    future: PeerFuture
-
-
-@dataclass
-class Counters:
-    """What this rank sent and waited for."""
-
-    bytes_sent: dict[str, int] = field(default_factory=dict)
-    """Kind -> bytes of this rank that others took."""
-    bytes_received: dict[str, int] = field(default_factory=dict)
-    seconds_waited: dict[str, float] = field(default_factory=dict)
-    """What was waited for (mostly a unit) -> seconds."""
-
-
 class Network:
     """The ranks of one session."""
 
     def __init__(
         self,
         group: Any,
-        lock: threading.RLock,  # type: ignore[valid-type]
+        lock: threading.RLock,
         patience_seconds: float,
         kinds: dict[int, str],
     ):
@@ -147,7 +67,7 @@ class Network:
         self._state = threading.Condition()
         """Guards everything below; held for moments only, with no other lock inside."""
         self._identities = itertools.count(1)
-        self._pulls: dict[int, _Pull] = {}
+        self._pulls: dict[int, Pull] = {}
         self._loans: dict[tuple[int, int], Loan] = {}
         self._parked: list[tuple[int, Message]] = []
         self._num_changes = 0
@@ -171,7 +91,7 @@ class Network:
             is_gone = peer in self._ended
             if not is_gone:
                 future.waits_for.add(peer)
-                self._pulls[identity] = _Pull(peer, target, future)
+                self._pulls[identity] = Pull(peer, target, future)
         if is_gone:
             future.part_done(self._gone(peer, future.what))
             return

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zeepo.errors import ConfigError
 
@@ -55,7 +56,7 @@ def split(
         ideal = int(nbytes * (share / total))
         bounds.append(max(bounds[-1], _nearest(ideal, nbytes, at)))
     bounds.append(nbytes)
-    return tuple(Range(low, high) for low, high in zip(bounds, bounds[1:], strict=False))
+    return tuple(Range(low, high) for low, high in pairwise(bounds))
 
 
 def _nearest(ideal: int, nbytes: int, at: Sequence[int] | None) -> int:
