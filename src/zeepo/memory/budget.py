@@ -16,7 +16,7 @@ and `over_bytes` says by how much.
 import time
 from collections.abc import Callable
 
-from zeepo.memory.heap import free_heap_bytes, give_back_free_memory
+from zeepo.memory.heap import give_back_free_memory, heap_use
 from zeepo.memory.pool import BufferPool
 from zeepo.units import MiB
 
@@ -59,8 +59,8 @@ class RamBudget:
         self._rise_bytes = 0
         """The most that torch took between two looks, in this step."""
         self._last_bytes = 0
-        self._trimmed_bytes = 0
-        """What was left beside the ledger when free heap memory was last given back."""
+        self._unused_bytes = 0
+        """What nobody was seen to use when free heap memory was last given back: torch's code."""
         self._expected_bytes = 0
         self.ram_bytes = ram_bytes
         self.peak_bytes = 0
@@ -131,8 +131,7 @@ class RamBudget:
 
     def _relieve(self, unmanaged: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move."""
-        risen = unmanaged - self._trimmed_bytes
-        if risen >= WORTH_TRIMMING_BYTES and free_heap_bytes() >= WORTH_TRIMMING_BYTES:
+        if self._is_worth_trimming():
             unmanaged = self._trim()
         fixed = self._ledger.used_bytes - self._movable_bytes()
         missing = unmanaged + fixed + self._slack() - self.allowed_bytes
@@ -140,7 +139,17 @@ class RamBudget:
             unmanaged = self._trim()
         return unmanaged
 
+    def _is_worth_trimming(self) -> bool:
+        """Whether the heap seems to have kept much that was freed since it was last given back."""
+        kept = self._find_unused_bytes() - self._unused_bytes
+        return min(kept, heap_use().free_bytes) >= WORTH_TRIMMING_BYTES
+
+    def _find_unused_bytes(self) -> int:
+        """The growth that is neither the pool's nor handed out by the heap."""
+        buffers = self._pool.mapped_bytes - self._pool.fresh_bytes
+        return self._growth_bytes() - buffers - heap_use().used_bytes
+
     def _trim(self) -> int:
         give_back_free_memory()
-        self._trimmed_bytes = self._read()
-        return self._trimmed_bytes
+        self._unused_bytes = self._find_unused_bytes()
+        return self._read()
