@@ -29,12 +29,16 @@ from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
+from zeepo.planner.plan import TORCH_GROWTH_BYTES
 from zeepo.units import MiB
 
 DEFAULT_RAM_BYTES = 64 * MiB
 """Without a stated budget: enough to keep writing while values are made."""
 MANAGED_SHARE = 0.5
 """Of a stated budget; the rest is for values that are being made, and for the heap."""
+HEAP_BYTES = 32 * MiB
+"""What values that are being made may take beside what is managed, and as often the heap is given
+back what they left."""
 
 
 class LazyManager(Manager):
@@ -44,7 +48,11 @@ class LazyManager(Manager):
         self._building = building
         self._ram_bytes = options.ram
         ram_bytes = options.ram or DEFAULT_RAM_BYTES
-        managed_bytes = max(int(MANAGED_SHARE * ram_bytes), min(ram_bytes, DEFAULT_RAM_BYTES))
+        beside_torch = ram_bytes - TORCH_GROWTH_BYTES - HEAP_BYTES
+        share_bytes = min(int(MANAGED_SHARE * ram_bytes), beside_torch)
+        managed_bytes = max(share_bytes, min(ram_bytes, DEFAULT_RAM_BYTES))
+        self._made_bytes = 0
+        """Since free heap memory was last given back."""
         ledger = Ledger("ram", managed_bytes)
         self._pool = BufferPool(ledger)
         self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
@@ -59,7 +67,16 @@ class LazyManager(Manager):
         elif home is None and _is_manageable(parameter):
             self._make_place(parameter)
             self.adopt_chunk(name, [(name, parameter)])
-            self._building.add(parameter.numel() * parameter.element_size())
+            nbytes = parameter.numel() * parameter.element_size()
+            self._building.add(nbytes)
+            self._give_back_heap_after(nbytes)
+
+    def _give_back_heap_after(self, nbytes: int) -> None:
+        """What has left for the disk lay in the heap, which keeps it."""
+        self._made_bytes += nbytes
+        if self._made_bytes >= HEAP_BYTES and self.store.counters.num_evictions:
+            self._made_bytes = 0
+            give_back_free_memory()
 
     def _follow(self, home: Home, parameter: nn.Parameter) -> None:
         """A parameter over the memory of another (a parametrization's) takes its place."""
@@ -172,6 +189,7 @@ class lazy:
         trace: TracebackType | None,
     ) -> None:
         nn.Module.register_parameter, nn.Parameter.__new__ = self._originals  # type: ignore[method-assign]
+        give_back_free_memory()
         self._building.end(is_whole=error is None)
 
 

@@ -26,6 +26,10 @@ WORTH_TRIMMING_BYTES = 16 * MiB
 SYSTEM_MARGIN_BYTES = 32 * MiB
 """What is left to the system when it runs short."""
 ASK_SYSTEM_SECONDS = 0.1
+LEDGER_SLACK_SHARE = 1 / 8
+"""Of `ram`, the most that the ledger leaves free for what torch takes between two looks..."""
+SPILL_SLACK_SHARE = 1 / 4
+"""...and the most that saved activations do: they are what such a rise is added to."""
 
 
 class RamBudget:
@@ -55,7 +59,7 @@ class RamBudget:
         """Never the ledger's, however little torch takes."""
         self._floor_bytes = floor_bytes
         """Always the ledger's, however much torch takes: little, so that small sessions go on."""
-        self._slack_bytes = FIRST_SLACK_BYTES
+        self._slack_bytes = min(FIRST_SLACK_BYTES, int(LEDGER_SLACK_SHARE * ram_bytes))
         self._rise_bytes = 0
         """The most that torch took between two looks, in this step."""
         self._last_bytes = 0
@@ -83,7 +87,7 @@ class RamBudget:
         )
         self._expected_bytes = 0
         self._last_bytes = unmanaged
-        if unmanaged + self._ledger.used_bytes + self._slack() > self.allowed_bytes:
+        if unmanaged + self._ledger.used_bytes + self._spill_slack() > self.allowed_bytes:
             self._last_bytes = unmanaged = self._relieve(unmanaged)
         self._ledger.limit_bytes = self._limit(unmanaged)
 
@@ -122,7 +126,14 @@ class RamBudget:
             self._system_bytes = max(0, growth + spare - SYSTEM_MARGIN_BYTES)
 
     def _slack(self) -> int:
-        return min(self._slack_bytes, self.ram_bytes // 8)
+        return self._slack_within(LEDGER_SLACK_SHARE)
+
+    def _spill_slack(self) -> int:
+        return self._slack_within(SPILL_SLACK_SHARE)
+
+    def _slack_within(self, share: float) -> int:
+        """A rise that is known is provided for, as far as that leaves room for anything else."""
+        return min(self._slack_bytes, max(FIRST_SLACK_BYTES, int(share * self.ram_bytes)))
 
     def _limit(self, unmanaged: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
@@ -134,7 +145,7 @@ class RamBudget:
         if self._is_worth_trimming():
             unmanaged = self._trim()
         fixed = self._ledger.used_bytes - self._movable_bytes()
-        missing = unmanaged + fixed + self._slack() - self.allowed_bytes
+        missing = unmanaged + fixed + self._spill_slack() - self.allowed_bytes
         if missing > 0 and self.spill is not None and self.spill(missing):
             unmanaged = self._trim()
         return unmanaged
