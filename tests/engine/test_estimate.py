@@ -152,3 +152,23 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_computed(tmp_path: Path
         model(torch.randn(8, WIDTH)).backward()  # a smaller batch goes on
         optimizer.step()
     assert least // MiB > 350
+
+
+def test_small_saved_tensors_stay_in_ram() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(50)])
+    rows = torch.randn(16, 64)  # 4 KiB, saved fifty times and more
+    chunks = {id(p): 0 for p in model.parameters()}, {0: 0}, {0: "all"}
+    everything_goes = estimate(model, [rows], {}, *chunks, spills=True)
+    small_ones_stay = estimate(model, [rows], {}, *chunks, spills=True, smallest_bytes=1 << 16)
+    assert isinstance(everything_goes, Footprint)
+    assert isinstance(small_ones_stay, Footprint)
+    assert everything_goes.kept_bytes == 0
+    assert small_ones_stay.kept_bytes >= 50 * rows.nbytes
+    assert small_ones_stay.torch_bytes >= everything_goes.torch_bytes + 45 * rows.nbytes
+
+
+def test_the_loss_is_reckoned_like_a_cross_entropy() -> None:
+    model = nn.Linear(8, 1 << 16, bias=False)
+    found = estimate(model, [torch.randn(16, 8)], {}, {}, {}, {}, spills=True)
+    assert isinstance(found, Footprint)
+    assert found.torch_bytes >= 3 * 16 * (1 << 16) * 4, "logits' gradient, log-softmax and its own"

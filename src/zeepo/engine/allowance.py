@@ -142,7 +142,10 @@ class Allowance:
         names = {key: chunk.label for key, chunk in chunks.items()}
         manager.store.expect(CHILD_BYTES)
         spills = self.plan.activations == "disk"
-        found = estimate(model, args, kwargs, chunk_of, sizes, names, spills=spills)
+        smallest = tuning().smallest_activation_bytes
+        found = estimate(
+            model, args, kwargs, chunk_of, sizes, names, spills=spills, smallest_bytes=smallest
+        )
         if isinstance(found, str):
             self.plan = replace(self.plan, unknown_because=found)
             return

@@ -41,13 +41,22 @@ def estimate(
     chunk_names: Mapping[int, str],
     *,
     spills: bool,
+    smallest_bytes: int = 0,
 ) -> Footprint | str:
     """The footprint of one forward and backward, or why it cannot be told."""
 
     def run() -> dict[str, Any]:
-        return asdict(
-            simulate(model, args, kwargs, chunk_of, chunk_bytes, chunk_names, spills=spills)
+        found = simulate(
+            model,
+            args,
+            kwargs,
+            chunk_of,
+            chunk_bytes,
+            chunk_names,
+            spills=spills,
+            smallest_bytes=smallest_bytes,
         )
+        return asdict(found)
 
     answer = in_child(run)
     return answer if isinstance(answer, str) else Footprint(**answer)

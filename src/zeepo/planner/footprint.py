@@ -38,6 +38,7 @@ class _Count:
     chunk_names: Mapping[int, str]
     held_bytes: int = 0
     saved_bytes: int = 0
+    kept_bytes: int = 0
     seen_bytes: int = 0
     """What was held when the engine last looked at the budget."""
     rise_bytes: int = 0
@@ -127,10 +128,12 @@ def simulate(
     chunk_names: Mapping[int, str],
     *,
     spills: bool,
+    smallest_bytes: int = 0,
 ) -> Footprint:
     """Run `model` forward and backward on shapes. Its parameters are replaced for good.
 
-    `chunk_of` maps id(parameter) to a chunk; `spills` says whether saved tensors leave RAM.
+    `chunk_of` maps id(parameter) to a chunk; `spills` says whether saved tensors leave RAM, those
+    that have `smallest_bytes` or more.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     count = _Count(chunk_bytes, chunk_names)
@@ -148,7 +151,8 @@ def simulate(
         for number, chunk in chunk_of.items():
             if number in fakes and fakes[number].requires_grad:
                 _watch_gradient(fakes[number], chunk, count)
-        with watch, torch.autograd.graph.saved_tensors_hooks(*_hooks(count, storages, spills)):
+        hooks = _hooks(count, storages, smallest_bytes if spills else None)
+        with watch, torch.autograd.graph.saved_tensors_hooks(*hooks):
             loss = _loss_of(model(*fake_args, **fake_kwargs))
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -160,6 +164,7 @@ def simulate(
         count.saved_bytes,
         count.rise_bytes,
         worst.moment,
+        count.kept_bytes,
     )
 
 
@@ -191,7 +196,7 @@ def _watch_gradient(parameter: Tensor, chunk: int, count: _Count) -> None:
     parameter.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
 
 
-def _hooks(count: _Count, managed: Mapping[int, int], spills: bool) -> tuple[Any, Any]:
+def _hooks(count: _Count, managed: Mapping[int, int], spills_from: int | None) -> tuple[Any, Any]:
     """Saved-tensor hooks that count, and forget what would be on disk."""
     seen: dict[int, weakref.ref[Any]] = {}
 
@@ -200,13 +205,15 @@ def _hooks(count: _Count, managed: Mapping[int, int], spills: bool) -> tuple[Any
         storage = tensor.untyped_storage()
         if storage._cdata in managed:
             return tensor
+        is_spilled = spills_from is not None and storage.nbytes() >= spills_from
         known = seen.get(storage._cdata)
         if known is None or known() is not storage:
             seen[storage._cdata] = weakref.ref(storage)
             count.saved_bytes += storage.nbytes()
+            count.kept_bytes += 0 if is_spilled else storage.nbytes()
             if storage.nbytes() >= LOOK_BYTES:
                 count.look()
-        return _Shape(tensor) if spills else tensor
+        return _Shape(tensor) if is_spilled else tensor
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, _Shape):

@@ -47,6 +47,8 @@ class Footprint:
     """The most that torch takes between two looks at the budget."""
     moment: str
     """The function and the parameters of the worst moment."""
+    kept_bytes: int = 0
+    """Of what is saved, what cannot go to disk: too small, or nothing may."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,11 @@ class Plan:
     def _updating(self, in_ram: dict[str, bool]) -> dict[str, int]:
         """The step: one chunk's parameters and gradients, and a piece of its states.
 
-        The first step makes the states: torch holds them too until they are in their slots.
+        The first step makes the states: torch holds them too until they are in their slots. A later
+        one is done by the next forward, when small activations are there that stay in RAM.
         """
         largest: dict[str, int] = {}
+        kept = self.footprint.kept_bytes if self.footprint and self.activations == "disk" else 0
         for unit in self.units:
             grads = _page(unit.param_bytes)
             piece = min(grads, _page(self.piece_bytes))
@@ -207,7 +211,7 @@ class Plan:
                 "params": 0 if in_ram["params"] else _page(unit.param_bytes),
                 "grads": 0 if in_ram["grads"] else grads,
                 "optimizer state": 0 if in_ram["optimizer_state"] else new,
-                "activations": max(ACTIVATION_BYTES, new + piece * self.num_temporaries),
+                "activations": max(ACTIVATION_BYTES, max(new, kept) + piece * self.num_temporaries),
             }
             largest = max(largest, items, key=lambda item: sum(item.values()))
         return largest
