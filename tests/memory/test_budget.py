@@ -113,6 +113,18 @@ def test_the_slack_is_what_torch_took_between_two_looks(process: Process) -> Non
     assert process.budget._slack() < 16 * MiB
 
 
+def test_only_a_foretold_rise_may_have_more_than_its_share(process: Process) -> None:
+    process.budget.ram_bytes = 200 * MiB
+    process.look()
+    process.torch_bytes = 120 * MiB
+    process.look()
+    process.budget.end_step()
+    assert process.budget._slack() == 25 * MiB
+    assert process.budget._spill_slack() == 50 * MiB
+    process.budget.prepare_for(60 * MiB)
+    assert process.budget._slack() == process.budget._spill_slack() == 60 * MiB
+
+
 def test_the_ledger_keeps_its_floor_however_much_torch_takes(process: Process) -> None:
     process.torch_bytes = 3 * RAM
     assert process.look() == FLOOR

@@ -60,6 +60,7 @@ class RamBudget:
         self._floor_bytes = floor_bytes
         """Always the ledger's, however much torch takes: little, so that small sessions go on."""
         self._slack_bytes = min(FIRST_SLACK_BYTES, int(LEDGER_SLACK_SHARE * ram_bytes))
+        self._foretold_bytes = 0
         self._rise_bytes = 0
         """The most that torch took between two looks, in this step."""
         self._last_bytes = 0
@@ -102,6 +103,7 @@ class RamBudget:
 
     def prepare_for(self, rise_bytes: int) -> None:
         """Torch is foretold to take so much between two looks."""
+        self._foretold_bytes = rise_bytes
         self._slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
 
     def end_step(self) -> None:
@@ -132,8 +134,10 @@ class RamBudget:
         return self._slack_within(SPILL_SLACK_SHARE)
 
     def _slack_within(self, share: float) -> int:
-        """A rise that is known is provided for, as far as that leaves room for anything else."""
-        return min(self._slack_bytes, max(FIRST_SLACK_BYTES, int(share * self.ram_bytes)))
+        """A rise that was seen gets a share of `ram`; one that was foretold, and so is in the least
+        budget, may have more."""
+        foretold = min(FIRST_SLACK_BYTES, self._foretold_bytes)
+        return min(self._slack_bytes, max(foretold, int(share * self.ram_bytes)))
 
     def _limit(self, unmanaged: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
