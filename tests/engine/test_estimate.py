@@ -143,6 +143,8 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_computed(tmp_path: Path
     with zeepo.init(model, optimizer, ram="200MiB", disk=tmp_path, activations="ram") as session:
         with pytest.raises(BudgetError, match="too little") as refusal:
             model(torch.empty(40_000, WIDTH))
+        with pytest.raises(BudgetError, match="too little"):  # asking twice is no way around it
+            model(torch.empty(40_000, WIDTH))
         assert model.calls == 0
         assert "activations" in str(refusal.value)
         least = session.plan.minimum_ram
@@ -152,3 +154,17 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_computed(tmp_path: Path
         model(torch.randn(8, WIDTH)).backward()  # a smaller batch goes on
         optimizer.step()
     assert least // MiB > 350
+
+
+def test_a_slice_of_the_data_counts_as_what_is_seen_of_it(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.zeros(150_000, WIDTH)
+    columns = torch.zeros(WIDTH, 150_000)
+    needed = []
+    for batch in (torch.zeros(300, WIDTH), data[:300], columns.T[:300]):
+        with zeepo.init(model, optimizer, ram="300MiB", disk=tmp_path) as session:
+            model(batch).backward()
+            assert session.plan.footprint is not None
+            needed.append((session.plan.footprint.peak_bytes, session.plan.footprint.saved_bytes))
+    assert needed[0] == needed[1] == needed[2]
