@@ -247,9 +247,9 @@ class Manager:
             home.chunk.raw_holds += 1
             self._until_step.append(home.chunk)
 
-    def lease_for_running_function(self, home: Home) -> None:
-        """Called while backward runs a user's autograd.Function: lease until it is done."""
-        self.node_leases.attach_to_running([home.chunk])
+    def lease_for_running_function(self, home: Home) -> bool:
+        """Lease until the user's autograd.Function that backward runs is done; whether one runs."""
+        return self.node_leases.attach_to_running(home.chunk)
 
     @staticmethod
     def _refuse_raw_access_in_pieces(home: Home) -> None:
