@@ -2,8 +2,8 @@
 
 While a session is open, a managed tensor that is given to `torch.func.grad`, `vmap` and the like is
 leased until the next optimizer step; one exported by `to_dlpack`, as long as the export lives; one
-that an `autograd.Function` saved, while its backward runs: somebody's saved-tensor hooks (activation
-checkpointing) may have made it an ordinary tensor.
+that an `autograd.Function` saved, while its backward runs: somebody's saved-tensor hooks (those of
+activation checkpointing) may have made it an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ENTRANCES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 
 
 def _watch_saved_tensors(manager: Manager) -> None:
-    """`ctx.saved_tensors` is not a function of torch's, and what it hands out may be read in C++."""
+    """`ctx.saved_tensors` is no function of torch's, and what it hands out may be read in C++."""
     base: Any = BackwardCFunction
     inherited = base.saved_tensors
 
