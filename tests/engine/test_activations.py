@@ -59,6 +59,7 @@ def test_everything_saved_goes_and_comes_back(tmp_path: Path) -> None:
         assert stats.activations_spilled >= 4 * 12
         assert stats.activations_fetched >= 4 * 11
         assert session._activations._in_ram_bytes == 0, "nothing is kept after backward"
+        assert session._activations._by_address == {}, "nor remembered"
     torch.manual_seed(0)
     assert losses == train(*build(), range(4)) != train(*plain, range(1, 5))
     assert list(tmp_path.iterdir()) == []

@@ -353,6 +353,8 @@ class Activations:
         """Give back what backward has let go of."""
         with self._store.lock:
             self._drain()
+            for key in [key for key, saved in self._by_address.items() if saved() is None]:
+                del self._by_address[key]
 
     def _cancel_reads(self) -> None:
         """What was read ahead and not asked for stays on disk."""
