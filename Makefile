@@ -1,6 +1,6 @@
-# `make test` is all a fresh machine with python3.11 needs: it builds .venv once and runs every check.
+# `make test` is all a fresh machine with python3.11 (or a newer python3) needs: it builds .venv once and runs every check.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -35,9 +35,10 @@ def small_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The output folder and what was printed."""
     output = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "examples.demo", "--small", "--output", str(output)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ZEEPO_PROGRESS": "true"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "", "zeepo's own progress is in the way of the demo's"
     return output, done.stdout
 
 

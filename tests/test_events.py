@@ -17,6 +17,7 @@ import zeepo
 from zeepo import events
 from zeepo.errors import ConfigError, DiskError
 from zeepo.events import Event, EventFile
+from zeepo.units import MiB
 
 
 class Heard:
@@ -159,8 +160,11 @@ def test_a_session_tells_open_steps_and_close(tmp_path: Path) -> None:
         train(model, optimizer, 3)
         stats = session.stats()
     told = lines_of(path)
-    assert [e["event"] for e in told] == ["file_open", "session_open", *["step"] * 3, "close"]
-    opening, *steps, close = told[1:]
+    names = ["file_open", "session_open", "plan", *["step"] * 3, "closing", "close"]
+    assert [e["event"] for e in told] == names
+    _, opening, plan, *steps, _, close = told
+    assert plan["saved_activation_bytes"] > 0
+    assert plan["unknown_because"] == ""
     assert (opening["ram"], opening["minimum_ram"]) == (ram, ram)
     assert set(opening["units"]) == {str(number) for number in range(6)}
     assert opening["placement"]["params"] == "disk"
@@ -187,7 +191,7 @@ def test_a_second_session_appends_and_a_refused_one_leaves_nobody_listening(tmp_
     with pytest.raises(zeepo.BudgetError):
         zeepo.init(*build(), events=path, ram=1)
     told = [line["event"] for line in lines_of(path)]
-    assert told == ["file_open", "session_open", "close"] * 2 + ["file_open"]
+    assert told == ["file_open", "session_open", "closing", "close"] * 2 + ["file_open"]
     assert not events.is_heard()
 
 
@@ -197,7 +201,34 @@ def test_a_session_without_a_model_tells_when_it_adopts(heard: Heard) -> None:
     assert heard.names == []
     train(model, optimizer, 1)
     zeepo.close()
-    assert heard.names == ["session_open", "step", "close"]
+    assert heard.names == ["session_open", "step", "closing", "close"]
+
+
+def test_the_plan_for_the_batch_is_told_and_is_that_of_the_close(
+    tmp_path: Path, heard: Heard
+) -> None:
+    model, optimizer = build()
+    with zeepo.init(model, optimizer, disk=tmp_path, activations="ram") as session:
+        before = session.plan.minimum_ram
+        model(torch.randn(1 << 16, 64)).square().mean().backward()
+        after = session.plan.minimum_ram
+        session.resize(ram=after + MiB)
+    assert after > before
+    told = {event["event"]: event for event in heard.events}
+    assert told["session_open"]["minimum_ram"] == before
+    assert told["plan"]["minimum_ram"] == after
+    assert told["budget"]["new"] == after + MiB
+    assert (told["close"]["ram"], told["close"]["minimum_ram"]) == (after + MiB, after)
+
+
+def test_building_is_told(heard: Heard) -> None:
+    with zeepo.lazy():
+        build()
+    assert heard.names[0] == "build"
+    assert heard.names[-1] == "build_end"
+    end = heard.events[-1]
+    assert end["num_parameters"] == 12
+    assert end["parameter_bytes"] == 6 * (64 * 64 + 64) * 4
 
 
 def test_events_file_is_not_inherited(tmp_path: Path) -> None:

@@ -43,12 +43,12 @@ def train(args: argparse.Namespace) -> None:
     tell(phase="build", base=resident_bytes(), torch=torch.__version__)
     torch.manual_seed(args.seed)
     under_zeepo = args.run == "zeepo"
-    lazy = zeepo.lazy(ram=args.ram, disk=args.disk) if under_zeepo else contextlib.nullcontext()
-    with lazy:
+    options = {"ram": args.ram, "disk": args.disk, "progress": False}  # the parent shows progress
+    with zeepo.lazy(**options) if under_zeepo else contextlib.nullcontext():
         model = GPT(GPTConfig(args.layers, args.width, args.heads, args.vocabulary, args.sequence))
     model.checkpointing = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    session = zeepo.init(model, optimizer, ram=args.ram, disk=args.disk) if under_zeepo else None
+    session = zeepo.init(model, optimizer, **options) if under_zeepo else None
     tell(phase="train", parameters=sum(p.numel() for p in model.parameters()))
     for tokens in batches(Path(args.tokens), args.steps, args.batch, args.sequence):
         started = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from zeepo.checkpoint.export import export_models
 from zeepo.checkpoint.load import load_safetensors
-from zeepo.engine import telemetry as _telemetry
+from zeepo.engine import observing as _observing
 from zeepo.engine.api import close, current_session, export, init, resize
 from zeepo.engine.lazy import lazy
 from zeepo.engine.session import Session
@@ -19,7 +19,7 @@ from zeepo.errors import (
 )
 from zeepo.report import observe as _observe_progress
 
-_telemetry.observers.append(_observe_progress)
+_observing.observers.append(_observe_progress)
 
 Session.exporter = staticmethod(export_models)  # engine and checkpoint do not know each other
 

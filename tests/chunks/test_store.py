@@ -25,11 +25,13 @@ NUMEL = PAGE // 4
 class Bench:
     """A store with room for a few pages, chunks of one page each, and a late tier beneath."""
 
-    def __init__(self, pages: int, *, prefetch: bool = False) -> None:
+    def __init__(self, pages: int, *, prefetch: bool = False, guaranteed_pages: int = 0) -> None:
         self.lower = LateTier(RamTier(Ledger("lower", None)))
         self.ledger = Ledger("ram", pages * PAGE)
         self.pool = BufferPool(self.ledger)
-        self.store = ChunkStore(self.pool, prefetch=prefetch)
+        self.store = ChunkStore(
+            self.pool, prefetch=prefetch, guaranteed_bytes=guaranteed_pages * PAGE
+        )
         self.tensors: dict[Chunk, torch.Tensor] = {}
 
     def chunk(self, value: float, *, stays: bool = False) -> Chunk:
@@ -204,6 +206,19 @@ def test_idle_buffers_go_before_chunks() -> None:
     assert bench.ledger.by_tag() == {IDLE_TAG: PAGE, "params": PAGE}
     bench.store.make_room(2 * PAGE)
     assert second.is_resident
+
+
+def test_what_can_leave_has_left_before_the_guarantee_is_asked() -> None:
+    bench = Bench(4, guaranteed_pages=3)
+    leased, other, movable, wanted = (bench.chunk(float(n)) for n in range(4))
+    bench.store.evict(wanted)
+    bench.store.lease([leased, other])
+    bench.use(movable)
+    bench.ledger.limit_bytes = 2 * PAGE  # torch has taken the rest: `movable` alone is not enough
+    bench.store.lease([wanted])
+    assert bench.resident() == [leased.label, other.label, wanted.label]
+    with pytest.raises(BudgetError):  # a fourth is not guaranteed
+        bench.store.lease([movable])
 
 
 def test_a_refusal_leaves_everything_as_it_was() -> None:

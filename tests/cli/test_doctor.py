@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import zeepo
 import zeepo.cli.doctor as command
 from zeepo.cli import main
 from zeepo.doctor import disk, machine, selftest, speed
@@ -55,6 +61,7 @@ def test_advice_stands_below_what_it_is_about(
     healthy(speed=finding("sluggish", State.SLOW, "Buy a faster one."))
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
     (position,) = [i for i, line in enumerate(lines) if line.startswith("slow  sluggish")]
     assert lines[position + 1].strip() == "Buy a faster one."
     assert lines[-1] == "zeepo works here. Advice above: sluggish."
@@ -73,7 +80,10 @@ def test_without_a_usable_disk_nothing_is_trained(
 ) -> None:
     healthy(disk=finding("disk", State.FAILED))
     assert main(["doctor"]) == 1
-    assert "selftest" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "text of selftest" not in out
+    assert "self-test" in out
+    assert "not run" in out
 
 
 def test_json(healthy: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +99,19 @@ def test_json(healthy: Callable[..., None], capsys: pytest.CaptureFixture[str]) 
         "state": "failed",
         "advice": "Another.",
     } in told["findings"]
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    script = "from zeepo.cli import main; import sys; sys.exit(main(['doctor', '--json']))"
+    patch = "import zeepo.cli.doctor as d; d._examine = lambda *_: iter(())"
+    command = [sys.executable, "-c", f"{patch}; {script}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        said = program.stderr.read()
+    assert said == b""
+    assert program.returncode == 128 + signal.SIGPIPE
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,8 +261,30 @@ def test_check_passes_here(name: str, tmp_path: Path) -> None:
 
 
 def test_training_check_sees_wrong_bits(tmp_path: Path) -> None:
-    with sabotage("slot.offset"), pytest.raises(RuntimeError, match="differ from torch's"):
-        selftest.check_training(tmp_path)
+    for check in (selftest.check_training, selftest.check_resizing):
+        with sabotage("slot.offset"), pytest.raises(RuntimeError, match="differ from torch's"):
+            check(tmp_path)
+
+
+def test_export_check_sees_other_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_wrongly(model: nn.Module, path: Path) -> None:
+        load_safetensors(model, path)
+        with torch.no_grad():
+            next(iter(model.parameters())).add_(1)
+
+    load_safetensors = zeepo.load_safetensors
+    monkeypatch.setattr(zeepo, "load_safetensors", load_wrongly)
+    with pytest.raises(RuntimeError, match="1 of 8 losses and parameters differ"):
+        selftest.check_export(tmp_path)
+
+
+def test_activations_check_sees_that_nothing_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "tuned", lambda **_: contextlib.nullcontext())  # all stay in RAM
+    with pytest.raises(RuntimeError, match="nothing was tested"):
+        selftest.check_activations(tmp_path)
+    zeepo.close()
 
 
 @pytest.mark.parametrize(

@@ -133,16 +133,20 @@ def test_a_script_with_its_own_init_passes(sandbox: Sandbox) -> None:
     outcome = sandbox.verify("--steps", "3", "script.py")
     assert outcome.status == 0, outcome
     assert outcome.text.startswith("PASS  script.py: 3 steps")
-    assert "params in disk, grads in disk, optimizer_state in disk" in outcome.text
+    assert (
+        "params on disk, grads on disk, optimizer_state on disk, activations to disk"
+        in outcome.text
+    )
     assert "lockstep: step 3" in outcome.progress
 
 
 def test_options_override_and_arguments_reach_the_script(sandbox: Sandbox) -> None:
     sandbox.write("script.py", WITHOUT_INIT)
-    outcome = sandbox.verify("--params", "ram", "script.py", "2")
+    outcome = sandbox.verify("--params", "ram", "--activations", "recompute", "script.py", "2")
     assert outcome.status == 0, outcome
     assert outcome.text.startswith("PASS  script.py: 2 steps")
-    assert "params in ram, grads in disk" in outcome.text
+    assert "params in ram, grads on disk" in outcome.text
+    assert "activations recomputed" in outcome.text
 
 
 def test_a_function_passes(sandbox: Sandbox) -> None:

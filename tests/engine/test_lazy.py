@@ -232,3 +232,11 @@ def test_one_block_at_a_time(tmp_path: Path) -> None:
         zeepo.lazy(disk=tmp_path),
     ):
         pass
+
+
+def test_the_default_directory_is_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that are meant for `init`, which may get its disk as a keyword, are no error."""
+    monkeypatch.delenv("ZEEPO_DISK", raising=False)
+    monkeypatch.setenv("ZEEPO_ACTIVATIONS", "disk")
+    with zeepo.lazy():
+        nn.Linear(4, 4)

@@ -17,7 +17,7 @@ from zeepo.planner.plan import (
     Plan,
     UnitPlan,
 )
-from zeepo.units import format_bytes
+from zeepo.units import GiB, format_bytes
 
 KINDS = ("params", "grads", "optimizer_state")
 MiB = 1 << 20
@@ -215,3 +215,13 @@ def test_explain_shows_the_bill() -> None:
         assert word in text
     listed = text.split("largest units")[1].split()
     assert [w for w in listed if w in "abc"] == ["b", "c", "a"]
+
+
+def test_explain_advises_recomputing_where_activations_are_most_of_it() -> None:
+    advice = 'activations="recompute" may need less'
+    large = Footprint(GiB, MiB, GiB - MiB, 0, 0, "aten::mm with a")
+    assert advice not in example().explain()
+    assert advice in replace(example(), footprint=large).explain()
+    recomputing = replace(example(), footprint=large, activations="recompute")
+    assert advice not in recomputing.explain()
+    assert "are computed again" in recomputing.explain()

@@ -168,6 +168,34 @@ def test_summary_of_nothing() -> None:
     assert [line.split()[0] for line in lines] == ["zeepo:", "memory", "waited"]
 
 
+def build(name: str, seconds: float) -> dict[str, Any]:
+    return {
+        "event": name,
+        "time": 90.0,
+        "num_parameters": 340,
+        "parameter_bytes": 3 * GiB // 2,
+        "seconds": seconds,
+        "resident_growth_bytes": 100 * MiB,
+    }
+
+
+def test_building_is_seen_to_go_on() -> None:
+    (line,) = block(build("build", 12.0), now=93.0)
+    assert line.split(maxsplit=4) == [
+        "zeepo",
+        "building",
+        "15",
+        "s",
+        "1.5 GiB in 340 parameters so far",
+    ]
+
+
+def test_closing_is_not_a_step() -> None:
+    lines = block(OPEN, step(1), {"event": "closing", "time": 103.0}, now=107.0)
+    assert lines[0].split() == ["zeepo", "closing", "4", "s", "giving", "the", "values", "back"]
+    assert len(lines) == 4
+
+
 # ---- The display
 
 
@@ -201,6 +229,23 @@ def test_elsewhere_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[2].startswith("zeepo: 2 steps in ")
     assert len(lines) == 6
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_long_build_is_told_and_a_short_one_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.StringIO()
+    display = Progress(stream)
+    display(build("build", 1.0))
+    display(build("build_end", 2.0))
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(display, "_next_line_at", 0.0)
+    display(build("build", 11.0))
+    display(build("build_end", 12.0))
+    assert stream.getvalue().splitlines() == [
+        "zeepo: building, 1.5 GiB in 340 parameters so far, 11.0 s",
+        "zeepo: built 1.5 GiB in 340 parameters in 12.0 s",
+    ]
 
 
 def test_a_dumb_terminal_is_not_drawn_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,3 +298,18 @@ def test_a_session_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
         wait_for(terminal, "step 1 ")
     assert terminal.text.startswith("zeepo: 1 step in ")
+
+
+def test_building_is_shown_and_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("ZEEPO_PROGRESS", "true")
+    with zeepo.lazy():
+        nn.Linear(8, 8)
+        wait_for(terminal, "building")
+    assert terminal.text == ""
+    with zeepo.lazy(progress=False):
+        assert "write" not in vars(terminal), "somebody draws"
+    with pytest.raises(TypeError), zeepo.lazy():
+        nn.Linear("wide", 8)  # type: ignore[arg-type]
+    assert "write" not in vars(terminal), "somebody draws still"

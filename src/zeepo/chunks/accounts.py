@@ -80,6 +80,7 @@ def no_room_message(chunks: Iterable[Chunk], ledger: Ledger, nbytes: int) -> str
     held = sum(chunk.resident_bytes for chunk in leased)
     fixed = sum(chunk.resident_bytes for chunk in known if chunk.home is None)
     limit = ledger.limit_bytes or 0
+    give_disk = ", or give a disk" if fixed else ""
     bill = ", ".join(f"{tag} {format_bytes(n)}" for tag, n in ledger.by_tag().items())
     names = ", ".join(chunk.label for chunk in leased[:4]) + (" ..." if len(leased) > 4 else "")
     return (
@@ -87,5 +88,5 @@ def no_room_message(chunks: Iterable[Chunk], ledger: Ledger, nbytes: int) -> str
         f"{format_bytes(max(0, limit - ledger.used_bytes))} free of {format_bytes(limit)} for "
         f"training state ({bill}); in use at this moment: {format_bytes(held)} "
         f"({names or 'nothing'}), kept in ram: {format_bytes(fixed)}. "
-        f"Raise ram by at least {format_bytes(nbytes)}, or give a disk."
+        f"Raise ram by at least {format_bytes(nbytes)}{give_disk}."
     )

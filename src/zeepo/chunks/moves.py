@@ -7,7 +7,7 @@ Who goes is decided by `eviction`, what comes early by `trace`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from zeepo.chunks.accounts import StoreCounters, can_be_made_stale, candidates, no_room_message
@@ -73,10 +73,7 @@ class Moves:
             if victims is None:
                 self._make_room_otherwise(nbytes)
                 return
-            for key in victims:
-                self.start_write(self.chunks[key])
-            for key in victims:
-                self.evict(self.chunks[key])
+            self._evict_all(victims)
         except (BudgetError, DiskError):
             if not self.must_have_room:
                 raise
@@ -84,8 +81,15 @@ class Moves:
             self.ledger.limit_bytes = limit + self.missing_bytes(nbytes)
 
     def _make_room_otherwise(self, nbytes: int) -> None:
-        """No chunk can leave: others make room, or what one function needs is granted."""
+        """Chunks alone do not make room: activations do, or what one function needs is granted.
+
+        Granted only when no chunk is left that could leave: the guarantee has no room for others.
+        """
         if self.relieve is not None and self.relieve(nbytes):
+            return
+        movable = [c.key for c in candidates(self.chunks.values(), self.trace) if c.nbytes]
+        if movable:
+            self._evict_all(movable)
             return
         wanted = align_up(nbytes, PAGE_BYTES)
         needed = self.ledger.used_bytes - self.pool.idle_bytes + wanted
@@ -102,10 +106,14 @@ class Moves:
             victims = choose_victims(known, min(excess, sum(c.nbytes for c in known)))
             if not victims:
                 return
-            for key in victims:
-                self.start_write(self.chunks[key])
-            for key in victims:
-                self.evict(self.chunks[key])
+            self._evict_all(victims)
+
+    def _evict_all(self, keys: Sequence[int]) -> None:
+        """All writes are started before the first is waited for."""
+        for key in keys:
+            self.start_write(self.chunks[key])
+        for key in keys:
+            self.evict(self.chunks[key])
 
     def start_write(self, chunk: Chunk) -> None:
         self.collect_write(chunk)

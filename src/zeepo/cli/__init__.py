@@ -1,6 +1,9 @@
 """The `zeepo` command. One file per subcommand stands beside this one."""
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -20,4 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(arguments, "run"):
         parser.print_help()
         return 0
-    return int(arguments.run(arguments))
+    try:
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `zeepo doctor | head`: who reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status

@@ -24,6 +24,7 @@ from rich.text import Text
 from zeepo.doctor.disk import disk_findings
 from zeepo.doctor.finding import Finding, State
 from zeepo.doctor.machine import machine_findings, system_findings
+from zeepo.doctor.selftest import SECTION as SELFTEST
 from zeepo.doctor.selftest import selftest_findings
 from zeepo.doctor.speed import speed_findings
 
@@ -88,6 +89,9 @@ def _examine(directory: Path, progress: Console) -> Iterator[Finding]:
         if all(finding.state is not State.FAILED for finding in disk):
             status.update("training a tiny model, plainly and under zeepo")
             yield from selftest_findings(directory)
+        else:
+            advice = "It needs a directory that can be used."
+            yield Finding(SELFTEST, "self-test", "not run", None, State.WARNING, advice)
         status.update("measuring speed")
         yield from speed_findings()
 
@@ -107,7 +111,10 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
                 text.append(f"\n{finding.advice}", style=style)
             table.add_row(Text(mark, style=style), Text(finding.name), text)
         console.print(Text(section, style="bold"))
-        console.print(table)
+        with console.capture() as capture:
+            console.print(table)
+        for line in capture.get().splitlines():  # rich fills the last column with blanks
+            print(line.rstrip(), file=console.file)
         console.print()
 
 

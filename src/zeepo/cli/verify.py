@@ -29,7 +29,7 @@ from zeepo.verify.runs import SABOTAGE_VARIABLE, Failure, Run, Stage
 
 PASS, DIFFERS, ERROR = 0, 1, 2
 
-_OPTIONS = ("ram", "disk", "disk_limit", "params", "grads", "optimizer_state")
+_OPTIONS = ("ram", "disk", "disk_limit", "params", "grads", "optimizer_state", "activations")
 _WIDTH_OF_A_LOG = 160
 _PLACEMENTS = ("auto", "ram", "disk")
 
@@ -72,6 +72,7 @@ def add_command(commands: Any) -> None:
     budget.add_argument("--disk-limit", help="for example 100GiB")
     for name in ("params", "grads", "optimizer-state"):
         budget.add_argument(f"--{name}", choices=_PLACEMENTS)
+    budget.add_argument("--activations", choices=(*_PLACEMENTS, "recompute"))
     parser.set_defaults(run=run)
 
 

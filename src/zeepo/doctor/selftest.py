@@ -1,4 +1,4 @@
-"""Does zeepo work here? A tiny model, trained plainly and under zeepo with everything on disk.
+"""Does zeepo work here? A tiny model, plainly and under zeepo: everything on disk, and its parts.
 
 Run in a process of its own (`python -m zeepo.doctor.selftest DIRECTORY`), so that a crash is an
 answer too. The process prints one JSON object: a text for what works, an error for what does not.
@@ -11,16 +11,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 import zeepo
 from zeepo.doctor.finding import Finding, State
+from zeepo.engine.tuning import tuned
 from zeepo.units import format_bytes
 
 SECTION = "zeepo here"
@@ -71,8 +74,10 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """A few steps; the losses."""
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable[[int], object] = int
+) -> list[Tensor]:
+    """A few steps; the losses, and the parameters after them."""
     losses = []
     for number in range(_NUM_STEPS):
         batch = torch.sin(torch.arange(8.0 * _WIDTH) + number).reshape(8, _WIDTH)
@@ -82,32 +87,89 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().clone())
-    return losses
+        after_step(number)
+    return losses + [p.detach().clone() for p in model.parameters()]
 
 
 def check_training(disk: Path) -> str:
     """The same bits as plainly, at the least budget."""
-    plain, plain_optimizer = build()
-    expected = train(plain, plain_optimizer) + list(plain.parameters())
+    least = _least_ram(disk)
     model, optimizer = build()
-    with _open(model, optimizer, disk) as session:
-        least = session.plan.minimum_ram
     with _open(model, optimizer, disk, ram=least) as session:
-        losses = train(model, optimizer)
+        found = train(model, optimizer)
         evictions = session.stats().evictions
-    found = losses + list(model.parameters())
+    _compare(found)
+    _refuse_none(evictions)
+    return f"the same bits as plain torch with ram={format_bytes(least)}, {evictions} evictions"
+
+
+def check_activations(disk: Path) -> str:
+    """The same bits when what autograd saves is on disk, and when it is computed again."""
+    for where in ("disk", "recompute"):
+        model, optimizer = build()
+        with (
+            tuned(estimate=False, smallest_activation_bytes=1, activation_window_bytes=0),
+            _open(model, optimizer, disk, activations=where) as session,
+        ):
+            found = train(model, optimizer)
+            if where == "disk":
+                _refuse_none(session.stats().activations_fetched)
+        _compare(found)
+    return "the same bits with activations on disk, and recomputed"
+
+
+def check_resizing(disk: Path) -> str:
+    """The same bits when the budget changes in the middle."""
+    least = _least_ram(disk)
+    model, optimizer = build()
+    with tuned(estimate=False), _open(model, optimizer, disk, ram=2 * least) as session:
+        found = train(model, optimizer, lambda step: session.resize(ram=least + step))
+        _refuse_none(session.stats().evictions)
+    _compare(found)
+    return "the same bits when ram is halved while training"
+
+
+def check_export(disk: Path) -> str:
+    """What is written is what safetensors reads, and what a lazily built model gets."""
+    model, optimizer = build()
+    with tempfile.TemporaryDirectory(dir=disk) as folder:
+        path = Path(folder) / "weights.safetensors"
+        with tuned(estimate=False), _open(model, optimizer, disk) as session:
+            train(model, optimizer)
+            session.export(path)
+        read = safetensors.torch.load_file(path)
+        with zeepo.lazy(disk=disk, progress=False):
+            loaded, its_optimizer = build()
+        zeepo.load_safetensors(loaded, path)
+        with _open(loaded, its_optimizer, disk):
+            pass
+    _compare([read[name] for name, _ in model.named_parameters()])
+    _compare(list(loaded.parameters()))
+    return "safetensors out and in, bit for bit"
+
+
+def _least_ram(disk: Path) -> int:
+    with _open(*build(), disk) as session:
+        return session.plan.minimum_ram
+
+
+def _compare(found: list[Tensor]) -> None:
+    """Raise unless these, the last of what `train` returns, are what plain torch gives."""
+    expected = train(*build())[-len(found) :]
     differing = sum(not torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     if differing:
         raise RuntimeError(f"{differing} of {len(found)} losses and parameters differ from torch's")
-    if not evictions:
+
+
+def _refuse_none(num_moved: int) -> None:
+    if not num_moved:
         raise RuntimeError("nothing was moved to disk, so nothing was tested")
-    return f"the same bits as plain torch with ram={format_bytes(least)}, {evictions} evictions"
 
 
 def check_building(disk: Path) -> str:
     """A lazily built model has the eager one's values."""
     eager, _ = build()
-    with zeepo.lazy(disk=disk):
+    with zeepo.lazy(disk=disk, progress=False):
         model, optimizer = build()
     with _open(model, optimizer, disk):
         pass
@@ -133,7 +195,10 @@ def check_signals(disk: Path) -> str:
 
 CHECKS: dict[str, Callable[[Path], str]] = {
     "training": check_training,
+    "activations": check_activations,
+    "resizing": check_resizing,
     "building": check_building,
+    "export": check_export,
     "signals": check_signals,
 }
 

@@ -8,7 +8,7 @@ refused with the bill.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,13 +112,17 @@ class Allowance:
 
     # -- the first batch --------------------------------------------------------------------------
 
-    def watch_first_forward(self, models: Sequence[nn.Module], manager: Manager) -> None:
-        """Find out what a step will need when the first batch comes."""
+    def watch_first_forward(
+        self, models: Sequence[nn.Module], manager: Manager, tell: Callable[[Plan], None]
+    ) -> None:
+        """Find out what a step will need when the first batch comes, and `tell` the new plan."""
         modules = [module for model in models for module in model.modules()]
         if tuning().estimate and not any(map(is_compiled, modules)):
 
             def act(model: nn.Module, args: Any, kwargs: Any) -> None:
                 self._plan_for_batch(manager, model, args, kwargs)
+                tell(self.plan)
+                refuse_too_little(self.plan, has_disk=self._has_disk)
 
             self._first_forward = FirstForward(models, act)
 
@@ -130,7 +134,7 @@ class Allowance:
     def _plan_for_batch(
         self, manager: Manager, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Before the first forward: find out what it will need, and refuse what cannot be."""
+        """Before the first forward: find out what it will need."""
         chunk_of = {number: home.chunk.key for number, home in manager.homes.items()}
         chunks = {home.chunk.key: home.chunk for home in manager.homes.values()}
         in_ram = self.plan.placement["params"] == "ram"
@@ -148,7 +152,6 @@ class Allowance:
             self.plan = replace(self.plan, footprint=found)
         if manager.store.budget is not None:
             manager.store.budget.prepare_for(found.rise_bytes)
-        refuse_too_little(self.plan, has_disk=self._has_disk)
 
 
 def refuse_too_little(plan: Plan, *, has_disk: bool) -> None:

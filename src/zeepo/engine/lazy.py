@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zeepo.chunks.store import ChunkStore, Kind
 from zeepo.config import Options, resolve_options
+from zeepo.engine.building import Building
 from zeepo.engine.managed import (
     Home,
     home_of,
@@ -50,15 +51,14 @@ class LazyManager(Manager):
 
     is_building = True
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, building: Building):
+        self._building = building
         self._ram_bytes = options.ram
         ram_bytes = options.ram or DEFAULT_RAM_BYTES
         managed_bytes = max(int(MANAGED_SHARE * ram_bytes), min(ram_bytes, DEFAULT_RAM_BYTES))
         ledger = Ledger("ram", managed_bytes)
         self._pool = BufferPool(ledger)
-        self._disk = DiskTier(
-            options.disk or [_default_disk()], options.disk_limit, pool=self._pool
-        )
+        self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
         store = ChunkStore(self._pool, prefetch=False)
         super().__init__(store, {Kind.PARAM: self._disk, Kind.GRAD: None, Kind.STATE: None})
 
@@ -68,8 +68,12 @@ class LazyManager(Manager):
         if home is not None and home.manager is self:
             self._follow(home, parameter)
         elif home is None and _is_manageable(parameter):
-            self._make_place(parameter)
-            self.adopt_chunk(name, [(name, parameter)])
+            self._take_in(name, parameter)
+            self._building.add(parameter.numel() * parameter.element_size())
+
+    def _take_in(self, name: str, parameter: nn.Parameter) -> None:
+        self._make_place(parameter)
+        self.adopt_chunk(name, [(name, parameter)])
 
     def _follow(self, home: Home, parameter: nn.Parameter) -> None:
         """A parameter over the memory of another (a parametrization's) takes its place."""
@@ -79,7 +83,7 @@ class LazyManager(Manager):
             home.parameter = parameter
 
     def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None:
-        """Another dtype or size (`model.to(torch.bfloat16)`) makes it one more parameter."""
+        """Of another dtype or size (`model.to(torch.bfloat16)`) it is taken in anew."""
         is_same = value.dtype == home.plain.dtype and value.numel() == home.plain.numel()
         if is_same or not isinstance(tensor, nn.Parameter) or home.parameter is not tensor:
             super().replace_data(home, tensor, value)
@@ -89,7 +93,8 @@ class LazyManager(Manager):
         mark_ordinary(tensor)
         with plain_torch():
             tensor.data = value
-        self.register(home.name, tensor)
+        if _is_manageable(tensor):
+            self._take_in(home.name, tensor)
 
     def copied(self, original: Home, copy: Tensor) -> None:
         """A deep copy, as `nn.TransformerEncoder` makes of its layer, is one more parameter."""
@@ -155,24 +160,34 @@ class lazy:
 
     `ram` is how much the process may grow while the model is built ("512MiB" or bytes); by default
     what is needed, twice the largest parameter. `disk` is a directory, or several, for the rest; by
-    default `ZEEPO_DISK` or a temporary directory. Give the model to `zeepo.init` afterwards.
+    default `ZEEPO_DISK` or a temporary directory. `progress` is as for `zeepo.init`. Give the model
+    to `zeepo.init` afterwards.
     """
 
     def __init__(
         self,
         ram: int | str | None = None,
         disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        *,
+        progress: bool | str | None = None,
     ):
-        given = {name: value for name, value in (("ram", ram), ("disk", disk)) if value is not None}
-        self._options = resolve_options(given)
+        given = {"ram": ram, "disk": disk, "progress": progress}
+        environ = {"ZEEPO_DISK": str(_default_disk()), **os.environ}
+        stated = {name: value for name, value in given.items() if value is not None}
+        self._options = resolve_options(stated, environ=environ)
         self._originals: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> None:
         if nn.Module.register_parameter.__module__ == __name__:
             raise SessionError("zeepo.lazy: one block is open already; leave it first.")
+        self._building = Building(self._options)
+        try:
+            manager = LazyManager(self._options, self._building)
+        except BaseException:
+            self._building.end(is_whole=False)
+            raise
         self._originals = nn.Module.register_parameter, nn.Parameter.__new__
         register, new = self._originals
-        manager = LazyManager(self._options)
 
         def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(self, name, param)
@@ -198,6 +213,7 @@ class lazy:
         trace: TracebackType | None,
     ) -> None:
         nn.Module.register_parameter, nn.Parameter.__new__ = self._originals  # type: ignore[method-assign]
+        self._building.end(is_whole=error is None)
 
 
 def lazy_managers(parameters: Sequence[Tensor]) -> list[LazyManager]:

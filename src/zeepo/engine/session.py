@@ -112,7 +112,9 @@ class Session:
                 self._recompute.install(self._models)
             if self._activations is not None:
                 self._activations.install()
-            self._allowance.watch_first_forward(self._models, self._manager)
+            self._allowance.watch_first_forward(
+                self._models, self._manager, self._telemetry.planned
+            )
         except BaseException:
             with contextlib.suppress(DiskError):  # the first error is the one to tell
                 self._give_everything_back()
@@ -238,9 +240,8 @@ class Session:
         ram_bytes = resolve_options({"ram": ram}).ram
         if ram_bytes is None:
             raise ConfigError('session.resize needs a size: session.resize(ram="2GiB").')
-        old = self.plan.ram
         self._allowance.resize(ram_bytes)
-        self._telemetry.budget_changed(old, ram_bytes, "session.resize")
+        self._telemetry.resized(self.plan, "session.resize")
 
     def register(self, name: str, obj: Any) -> None:
         raise self._later("register")

@@ -1,10 +1,11 @@
 """What one session tells its listeners: collected here, so that the session only says when.
 
-Events: `session_open` once the model is taken over, `step` after each optimizer step, `budget` when
-the limit changes, `close`. Everything is read from counters that are kept anyway, and only when
-somebody listens. Listeners come from the option `events` and from `observers`, which those above
-the engine fill (a progress display); they listen from before the session is set up until it is
-closed, so that an events file that cannot be written is refused before anything is changed.
+Events: `session_open` once the model is taken over, `plan` when the first batch has told what a
+step needs, `step` after each optimizer step, `budget` when the limit changes, `closing`, `close`.
+Everything is read from counters that are kept anyway, and only when somebody listens. Listeners
+come from the option `events` and from the observers ([observing]); they listen from before the
+session is set up until it is closed, so that an events file that cannot be written is refused
+before anything is changed.
 
 Resident memory is measured since zeepo was imported, which is what `ram` bounds. Its peak is the
 kernel's own (VmHWM): nothing between two steps is missed, but it is that of the process's whole
@@ -15,29 +16,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from zeepo import events
 from zeepo.chunks.store import ChunkStore
 from zeepo.config import Options
+from zeepo.engine.observing import Observation
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.pool import BufferPool
 from zeepo.planner.machine import peak_resident_growth_bytes, resident_growth_bytes
 from zeepo.planner.plan import Plan
-
-
-class Observer(Protocol):
-    """A listener that has something to close."""
-
-    def __call__(self, event: events.Event) -> None: ...
-
-    def close(self) -> None: ...
-
-
-observers: list[Callable[[Options], Observer | None]] = []
-"""Asked at every init whether they want to observe the session."""
 
 
 class Telemetry:
@@ -47,38 +36,19 @@ class Telemetry:
 
     def __init__(self, options: Options) -> None:
         self._num_steps = 0
-        self._observing: list[Observer] = []
-        if options.events is not None:
-            self._observe(events.EventFile(options.events))
-        try:
-            for make in observers:
-                observer = make(options)
-                if observer is not None:
-                    self._observe(observer)
-        except BaseException:
-            self.stop()
-            raise
-
-    def _observe(self, observer: Observer) -> None:
-        self._observing.append(observer)
-        events.listen(observer)
+        files = [] if options.events is None else [events.EventFile(options.events)]
+        self._observation = Observation(options, files)
 
     def stop(self) -> None:
         """Nobody listens any more; twice is harmless."""
-        while self._observing:
-            observer = self._observing.pop()
-            events.stop_listening(observer)
-            try:
-                observer.close()
-            except Exception as error:  # as for its events: the training is worth more
-                events.warn(f"{observer} cannot be closed: {error!r}.")
+        self._observation.stop()
 
     def opened(
         self, plan: Plan, store: ChunkStore, pool: BufferPool, disk: DiskTier | None
     ) -> None:
         """The session is set up."""
         self._source = (store, pool, disk)
-        self._ram, self._minimum_ram = plan.ram, plan.minimum_ram
+        self._plan = plan
         self._opened_at = self._stepped_at = time.monotonic()
         self._before = collect_stats(*self._source)
         self._disk_room = None if disk is None else _room(disk)
@@ -117,13 +87,27 @@ class Telemetry:
         )
         self._stepped_at, self._before = now, stats
 
-    def budget_changed(self, old: int, new: int, why: str) -> None:
+    def planned(self, plan: Plan) -> None:
+        """The first batch was seen, and what a step needs is known better."""
+        self._plan = plan
+        if events.is_heard():
+            found = plan.footprint
+            events.emit(
+                "plan",
+                ram=plan.ram,
+                minimum_ram=plan.minimum_ram,
+                saved_activation_bytes=None if found is None else found.saved_bytes,
+                unknown_because=plan.unknown_because,
+            )
+
+    def resized(self, plan: Plan, why: str) -> None:
         """`ram` is another from now on."""
-        self._ram = new
-        events.emit("budget", old=old, new=new, why=why)
+        old, self._plan = self._plan.ram, plan
+        events.emit("budget", old=old, new=plan.ram, why=why)
 
     def closing(self) -> None:
         """The training is over: what giving everything back takes is not part of its peak."""
+        events.emit("closing")
         self._peak_growth = peak_resident_growth_bytes()
         self._bytes_peak = collect_stats(*self._source).bytes_peak
 
@@ -135,8 +119,8 @@ class Telemetry:
                 "close",
                 num_steps=self._num_steps,
                 seconds=time.monotonic() - self._opened_at,
-                ram=self._ram,
-                minimum_ram=self._minimum_ram,
+                ram=self._plan.ram,
+                minimum_ram=self._plan.minimum_ram,
                 peak_resident_growth_bytes=self._peak_growth,
                 peak_resident_growth_at_open_bytes=self._peak_growth_at_open,
                 bytes_peak=self._bytes_peak,

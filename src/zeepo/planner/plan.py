@@ -225,19 +225,22 @@ class Plan:
         lines.append(f"  {'activations':<16} {self._explain_activations()}")
         lines.append(f"least ram: {format_bytes(self.minimum_ram)}, needed at the same time,")
         lines.append(f"in {self.moment()}:")
+        names = {"activations": "activations, temporaries"}  # an update has only the latter
         for tag, nbytes in self.items().items():
             if nbytes:
-                lines.append(f"  {tag:<24} {format_bytes(nbytes):>12}")
+                lines.append(f"  {names.get(tag, tag):<24} {format_bytes(nbytes):>12}")
         lines.append("largest units")
         for unit in sorted(self.units, key=lambda u: -u.param_bytes)[:5]:
             lines.append(f"  {unit.name:<24} {format_bytes(unit.param_bytes):>12}")
+        if self.items()["activations"] > self.minimum_ram // 2 and self.activations != "recompute":
+            lines.append('most of it are activations: activations="recompute" may need less')
         return "\n".join(lines)
 
     def _explain_activations(self) -> str:
         where = {"disk": "go to disk when RAM is short", "recompute": "are computed again"}
         text = where.get(self.activations, "stay in ram")
         if self.footprint is not None:
-            return f"{text}; {format_bytes(self.footprint.saved_bytes)} with this batch"
+            return f"{text}; {format_bytes(self.footprint.saved_bytes)} saved with this batch"
         if self.unknown_because:
             return f"{text}; how many cannot be told beforehand ({self.unknown_because})"
         return f"{text}; how many is told by the first batch"

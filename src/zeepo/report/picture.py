@@ -34,6 +34,7 @@ class Picture:
     """The session as its events tell it."""
 
     def __init__(self) -> None:
+        self.build: Event = {}
         self.opening: Event = {}
         self.step: Event = {}
         self.ram = 0
@@ -42,6 +43,11 @@ class Picture:
         self._recent_seconds: deque[float] = deque(maxlen=10)
         self._recent_waited: deque[float] = deque(maxlen=10)
         self._last_time = 0.0
+        self.is_closing = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.opening and not self.build
 
     def add(self, event: Event) -> None:
         """Take an event in."""
@@ -55,7 +61,11 @@ class Picture:
             self._measure_pace()
         elif event["event"] == "budget":
             self.ram = event["new"]
-        if event["event"] in ("session_open", "step"):
+        elif event["event"] in ("build", "build_end"):
+            self.build = event
+        elif event["event"] == "closing":
+            self.is_closing = True
+        if event["event"] in ("session_open", "step", "build", "closing"):
             self._last_time = event["time"]
 
     def _measure_pace(self) -> None:
@@ -104,6 +114,15 @@ class Picture:
 
     def _head(self, now: float) -> _Row:
         since = max(0.0, now - self._last_time)
+        if self.is_closing:
+            return "zeepo", Text("closing"), f"{since:.0f} s", Text("giving the values back")
+        if not self.opening:
+            return (
+                "zeepo",
+                Text("building"),
+                f"{self.build['seconds'] + since:.0f} s",
+                self._built(),
+            )
         if not self.step:
             units = _count(len(self.opening.get("units", ())), "unit")
             return "zeepo", Text("first step"), f"{since:.0f} s", Text(units)
@@ -112,12 +131,23 @@ class Picture:
         waited = Text(f"{self.waited_share:.0%} waiting for transfers{late}")
         return "zeepo", Text(f"step {self.step['number']}"), pace, waited
 
+    def _built(self) -> Text:
+        count = _count(self.build["num_parameters"], "parameter")
+        return Text(f"{format_bytes(self.build['parameter_bytes'])} in {count} so far")
+
     def _moved(self) -> Text:
         moved = self.step["bytes_moved"]
         read, written = format_bytes(moved["disk->ram"]), format_bytes(moved["ram->disk"])
         return Text(f"{read} read, {written} written a step")
 
     # -- in a log ---------------------------------------------------------------------------------
+
+    def building_line(self) -> str:
+        """How far the model is built, in one line."""
+        built, seconds = self._built().plain, _seconds(self.build["seconds"])
+        if self.build["event"] == "build":
+            return f"zeepo: building, {built}, {seconds}"
+        return f"zeepo: built {built.removesuffix(' so far')} in {seconds}"
 
     def opening_line(self) -> str:
         """What is to come, in one line."""

@@ -28,7 +28,7 @@ LINE_SECONDS = 10.0
 
 
 class Progress:
-    """An observer of one session. `stream` is stderr, if not given."""
+    """An observer of one session, or of one build. `stream` is stderr, if not given."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream: TextIO = sys.stderr if stream is None else stream
@@ -51,13 +51,18 @@ class Progress:
             self.close()
             for line in self._picture.summary(event):
                 self._console.print(line)
+        elif event["event"] == "build_end":
+            self.close()
+            if event["seconds"] >= LINE_SECONDS:
+                self._print(self._picture.building_line())
         elif self._live is not None:
             self._live.tell()
         elif event["event"] == "session_open":
             self._print(self._picture.opening_line())
-        elif event["event"] == "step" and time.monotonic() >= self._next_line_at:
+        elif event["event"] in ("step", "build") and time.monotonic() >= self._next_line_at:
             self._next_line_at = time.monotonic() + LINE_SECONDS
-            self._print(self._picture.line())
+            is_step = event["event"] == "step"
+            self._print(self._picture.line() if is_step else self._picture.building_line())
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -89,7 +94,10 @@ class LiveDisplay:
     def _run(self) -> None:
         try:
             while not self._closed.wait(REDRAW_SECONDS):
-                if self._news.wait(IDLE_REDRAW_SECONDS - REDRAW_SECONDS) or self._picture.opening:
+                if (
+                    self._news.wait(IDLE_REDRAW_SECONDS - REDRAW_SECONDS)
+                    or not self._picture.is_empty
+                ):
                     self._news.clear()
                     self._draw()
         except Exception as error:  # a thread has nobody to raise to; the training goes on

@@ -37,7 +37,12 @@ FEATURES = (
     Feature("params", "params in ram", options=_in_ram("params")),
     Feature("grads", "grads in ram", options=_in_ram("grads")),
     Feature("optimizer_state", "optimizer_state in ram", options=_in_ram("optimizer_state")),
-    Feature("ram", "everything in ram", options=_in_ram("params", "grads", "optimizer_state")),
+    Feature("activations", "activations in ram", options=_in_ram("activations")),
+    Feature(
+        "ram",
+        "everything in ram",
+        options=_in_ram("params", "grads", "optimizer_state", "activations"),
+    ),
 )
 
 

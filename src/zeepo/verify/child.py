@@ -114,8 +114,11 @@ class Child:
             return
         self._told_plan = True
         plan = session.plan
-        placement = ", ".join(f"{kind} in {where}" for kind, where in plan.placement.items())
-        text = f"{plan.num_units} units, ram {format_bytes(plan.ram)}; {placement}"
+        where = {"ram": "in ram", "disk": "on disk"}
+        places = [f"{kind} {where[tier]}" for kind, tier in plan.placement.items()]
+        where |= {"disk": "to disk when ram is short", "recompute": "recomputed"}
+        places.append(f"activations {where[plan.activations]}")
+        text = f"{plan.num_units} units, ram {format_bytes(plan.ram)}; {', '.join(places)}"
         self._channel.send({"type": "plan", "text": text})
 
     def _finish(self) -> NoReturn:
