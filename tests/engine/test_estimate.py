@@ -168,3 +168,33 @@ def test_a_slice_of_the_data_counts_as_what_is_seen_of_it(tmp_path: Path) -> Non
             assert session.plan.footprint is not None
             needed.append((session.plan.footprint.peak_bytes, session.plan.footprint.saved_bytes))
     assert needed[0] == needed[1] == needed[2]
+
+
+class Masked(nn.Module):
+    """A block that uses a large buffer and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mask", torch.ones(ROWS, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(torch.tanh(self.up(self.norm(x * self.mask))))
+        return x + self.down(hidden)
+
+
+def test_recomputing_is_foretold(tmp_path: Path) -> None:
+    """Beside the inputs of the blocks the inside of one is there, however many there are."""
+    torch_bytes = {}
+    for mode in ("ram", "recompute"):
+        for depth in (4, 8):
+            model = nn.Sequential(*(Masked() for _ in range(depth)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, activations=mode) as s:
+                model(torch.randn(ROWS, WIDTH)).sum().backward()
+                assert s.plan.footprint is not None, s.plan.unknown_because
+                torch_bytes[mode, depth] = s.plan.footprint.torch_bytes
+    assert torch_bytes["ram", 8] - torch_bytes["ram", 4] > 4 * 8 * HIDDEN_BYTES
+    assert torch_bytes["recompute", 8] - torch_bytes["recompute", 4] < 4 * 3 * HIDDEN_BYTES
+    assert torch_bytes["recompute", 8] < 0.6 * torch_bytes["ram", 8]
