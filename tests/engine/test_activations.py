@@ -153,6 +153,26 @@ def test_a_block_of_other_hooks_is_left_as_it_was(tmp_path: Path) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def test_closing_inside_a_block_of_other_hooks(tmp_path: Path) -> None:
+    """Hooks of ours that stayed would keep every later session from seeing what is saved."""
+    model, optimizer = build()
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    session = open_session(model, optimizer, tmp_path)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        session.close()
+        loss_of(model, 0).backward()
+        assert packed
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with open_session(model, optimizer, tmp_path) as session:
+        train(model, optimizer, range(1))
+        assert session.stats().activations_spilled > 10
+
+
 def test_a_change_in_place_is_refused_as_torch_does(tmp_path: Path) -> None:
     model, optimizer = build()
     for mode in ("auto", "disk"):

@@ -126,8 +126,15 @@ class Activations:
             return
         self._is_installed = False
         self._undo_disable()
-        if self._is_on_top():
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        others = []  # of blocks that were entered later and are not left yet
+        autograd: Any = torch._C._autograd
+        while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+            autograd._pop_saved_tensors_default_hooks()
+            if hooks[0] == self._pack:
+                break
+            others.append(hooks)
+        for hooks in reversed(others):
+            autograd._push_saved_tensors_default_hooks(*hooks)
 
     def bring_back(self) -> DiskError | None:
         """Before the tier is closed: what a living graph still needs comes back to RAM.

@@ -60,13 +60,13 @@ class LateSession(Session):
         if not any(id(p) in trained for p in module.parameters()):
             return
         self._hook.remove()
+        self._is_adopted = True
         try:
             super().__init__(live_models(optimizers), optimizers, self._options)
         except BaseException:  # refused: not to be trained outside the session the next time
-            self._closed = False
+            self._is_adopted = self._closed = False
             self._hook = register_module_forward_pre_hook(self._before_forward)
             raise
-        self._is_adopted = True
 
     def _check_open(self, what: str) -> None:
         super()._check_open(what)
