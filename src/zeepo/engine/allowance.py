@@ -150,7 +150,8 @@ class Allowance:
             self.plan = replace(self.plan, unknown_because=found)
             return
         known = self.plan.footprint
-        if known is None or known.peak_bytes < found.peak_bytes:
+        was_refused = self.plan.ram < self.plan.minimum_ram  # then that batch was not computed
+        if known is None or was_refused or known.peak_bytes < found.peak_bytes:
             self.plan = replace(self.plan, footprint=found)
         if manager.store.budget is not None:
             manager.store.budget.prepare_for(found.rise_bytes)

@@ -79,9 +79,13 @@ class FirstForward:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(self) in first._waiting and torch.is_grad_enabled():
                 first._waiting.discard(id(self))
+                try:
+                    act(self, args, kwargs)
+                except BaseException:  # refused: to be asked again the next time
+                    first._waiting.add(id(self))
+                    raise
                 if not first._waiting:
                     first.stop()
-                act(self, args, kwargs)
             return original(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         nn.Module._call_impl = call  # type: ignore[method-assign]

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from zeepo.chunks.store import ChunkStore, Kind
 from zeepo.config import Options, resolve_options
 from zeepo.engine.building import Building
-from zeepo.engine.managed import Home, home_of, mark_managed, plain_torch
+from zeepo.engine.managed import (
+    Home,
+    home_of,
+    mark_managed,
+    mark_ordinary,
+    ordinary_copy,
+    plain_torch,
+    read_autograd_grad,
+    write_autograd_grad,
+)
 from zeepo.engine.manager import Manager
 from zeepo.errors import SessionError
 from zeepo.memory.disk_tier import DiskTier
@@ -43,6 +52,8 @@ back what they left."""
 
 class LazyManager(Manager):
     """Parameters between their making and `init`: one chunk each."""
+
+    is_building = True
 
     def __init__(self, options: Options, building: Building):
         self._building = building
@@ -65,8 +76,7 @@ class LazyManager(Manager):
         if home is not None and home.manager is self:
             self._follow(home, parameter)
         elif home is None and _is_manageable(parameter):
-            self._make_place(parameter)
-            self.adopt_chunk(name, [(name, parameter)])
+            self._take_in(name, parameter)
             nbytes = parameter.numel() * parameter.element_size()
             self._building.add(nbytes)
             self._give_back_heap_after(nbytes)
@@ -78,6 +88,10 @@ class LazyManager(Manager):
             self._made_bytes = 0
             give_back_free_memory()
 
+    def _take_in(self, name: str, parameter: nn.Parameter) -> None:
+        self._make_place(parameter)
+        self.adopt_chunk(name, [(name, parameter)])
+
     def _follow(self, home: Home, parameter: nn.Parameter) -> None:
         """A parameter over the memory of another (a parametrization's) takes its place."""
         if home.parameter is not parameter:
@@ -85,13 +99,40 @@ class LazyManager(Manager):
             self.homes[id(parameter)] = home
             home.parameter = parameter
 
+    def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None:
+        """Of another dtype or size (`model.to(torch.bfloat16)`) it is taken in anew."""
+        is_same = value.dtype == home.plain.dtype and value.numel() == home.plain.numel()
+        if is_same or not isinstance(tensor, nn.Parameter) or home.parameter is not tensor:
+            super().replace_data(home, tensor, value)
+            return
+        value = ordinary_copy(value) if home_of(value) is not None else value.detach()
+        self.hand_over(tensor).manager = None  # views of the old values are ordinary now
+        mark_ordinary(tensor)
+        with plain_torch():
+            tensor.data = value
+        if _is_manageable(tensor):
+            self._take_in(home.name, tensor)
+
     def copied(self, original: Home, copy: Tensor) -> None:
         """A deep copy, as `nn.TransformerEncoder` makes of its layer, is one more parameter."""
         if isinstance(copy, nn.Parameter):
             self.register(original.name, copy)
 
+    # Gradients stay with autograd until a session is there for them.
+
+    def _take_gradient(self, home: Home) -> None:
+        pass
+
     def _watch_gradient(self, home: Home) -> None:
-        """Gradients stay with autograd until a session is there for them."""
+        pass
+
+    def read_grad(self, home: Home) -> Tensor | None:
+        assert home.parameter is not None
+        return read_autograd_grad(home.parameter)
+
+    def write_grad(self, home: Home, value: Tensor | None) -> None:
+        assert home.parameter is not None
+        write_autograd_grad(home.parameter, value)
 
     def _make_place(self, parameter: nn.Parameter) -> None:
         """The largest parameter needs itself and a copy: inside a budget, if one was stated."""

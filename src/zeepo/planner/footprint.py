@@ -36,6 +36,8 @@ class _Count:
     chunk_bytes: Mapping[int, int]
     """Chunk -> bytes that a lease of it brings in."""
     chunk_names: Mapping[int, str]
+    seen_of_arguments: dict[int, int] = field(default_factory=dict)
+    """Storage of an argument -> bytes of it that are seen: it may be a slice of all the data."""
     held_bytes: int = 0
     saved_bytes: int = 0
     kept_bytes: int = 0
@@ -43,6 +45,16 @@ class _Count:
     """What was held when the engine last looked at the budget."""
     rise_bytes: int = 0
     worst: Footprint = field(default_factory=lambda: Footprint(0, 0, 0, 0, 0, "nothing"))
+
+    def see_argument(self, tensor: Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        nbytes = tensor.numel() * tensor.element_size()
+        self.seen_of_arguments[key] = self.seen_of_arguments.get(key, 0) + nbytes
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> int:
+        """What counts of a storage."""
+        nbytes = storage.nbytes()
+        return min(nbytes, self.seen_of_arguments.get(storage._cdata, nbytes))
 
     def look(self) -> None:
         self.seen_bytes = self.held_bytes
@@ -80,7 +92,7 @@ class _Watch(TorchDispatchMode):
         known = self._alive.get(key)
         if key in self._chunk_of or (known is not None and known() is storage):
             return
-        nbytes = storage.nbytes()
+        nbytes = self._count.bytes_of(storage)
 
         def gone(_: Any) -> None:
             self._count.held_bytes -= nbytes
@@ -146,7 +158,10 @@ def simulate(
         }
         fake_args, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, (list(args), dict(kwargs)))
         watch = _Watch(count, storages)
-        for tensor in _tensors((fake_args, fake_kwargs)):
+        arguments = list(_tensors((fake_args, fake_kwargs)))
+        for tensor in arguments:
+            count.see_argument(tensor)
+        for tensor in arguments:
             watch.hold(tensor)
         for number, chunk in chunk_of.items():
             if number in fakes and fakes[number].requires_grad:
@@ -205,12 +220,14 @@ def _hooks(count: _Count, managed: Mapping[int, int], spills_from: int | None) -
         storage = tensor.untyped_storage()
         if storage._cdata in managed:
             return tensor
-        is_spilled = spills_from is not None and storage.nbytes() >= spills_from
+        is_slice_of_data = count.bytes_of(storage) < storage.nbytes()
+        is_large = spills_from is not None and storage.nbytes() >= spills_from
+        is_spilled = is_large and not is_slice_of_data
         known = seen.get(storage._cdata)
         if known is None or known() is not storage:
             seen[storage._cdata] = weakref.ref(storage)
-            count.saved_bytes += storage.nbytes()
-            count.kept_bytes += 0 if is_spilled else storage.nbytes()
+            count.saved_bytes += count.bytes_of(storage)
+            count.kept_bytes += 0 if is_large else count.bytes_of(storage)
             if storage.nbytes() >= LOOK_BYTES:
                 count.look()
         return _Shape(tensor) if is_spilled else tensor

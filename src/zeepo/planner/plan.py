@@ -89,6 +89,11 @@ class Plan:
         return len(self.units)
 
     @property
+    def uses_disk(self) -> bool:
+        """Whether anything may go to disk."""
+        return "disk" in (*self.placement.values(), self.activations)
+
+    @property
     def minimum_ram(self) -> int:
         """The least `ram` with which this session runs, bytes."""
         return sum(self.items().values())
@@ -117,7 +122,7 @@ class Plan:
         gradient = 0 if in_ram["grads"] else max(params, default=0)
         update = self._updating(in_ram)
         updating = sum(update.values()) - update.get("activations", 0)
-        staging = 0 if all(in_ram.values()) else self.staging_bytes
+        staging = self.staging_bytes if self.uses_disk else 0
         return resting + max(working + gradient, updating) + staging
 
     @property
@@ -140,7 +145,7 @@ class Plan:
         busiest = self._busiest(in_ram)
         items = {"torch itself": TORCH_GROWTH_BYTES}
         items |= {tag: resting.get(tag, 0) + busiest.get(tag, 0) for tag in resting | busiest}
-        if not all(in_ram.values()):
+        if self.uses_disk:
             items["staging"] = self.staging_bytes
         items["slack"] = int(SLACK_SHARE * sum(items.values()))
         return items
