@@ -295,6 +295,8 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path: Path) -> No
             return "text"
 
     model = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match="path is empty"):
+        export_models([model], "", "5GB")
     with pytest.raises(DiskError, match=r"cannot write .*No such file.*Create the directory"):
         export_models([model], tmp_path / "none" / "x.safetensors", "5GB")
     with pytest.raises(DiskError, match=r"cannot make the folder .*Create the directory"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,8 +59,20 @@ def test_everything_saved_goes_and_comes_back(tmp_path: Path) -> None:
         assert stats.activations_spilled >= 4 * 12
         assert stats.activations_fetched >= 4 * 11
         assert session._activations._in_ram_bytes == 0, "nothing is kept after backward"
+        assert session._activations._by_address == {}, "nor remembered"
     torch.manual_seed(0)
     assert losses == train(*build(), range(4)) != train(*plain, range(1, 5))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_activations_go_to_disk_when_all_else_rests_in_ram(tmp_path: Path) -> None:
+    model, optimizer = build()
+    in_ram = dict.fromkeys(("params", "grads", "optimizer_state"), "ram")
+    with open_session(model, optimizer, tmp_path, **in_ram) as session:
+        losses = train(model, optimizer, range(2))
+        assert session.stats().activations_fetched > 10
+        assert "staging" in session.plan.items()
+    assert losses == train(*build(), range(2))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,6 +153,26 @@ def test_a_block_of_other_hooks_is_left_as_it_was(tmp_path: Path) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def test_closing_inside_a_block_of_other_hooks(tmp_path: Path) -> None:
+    """Hooks of ours that stayed would keep every later session from seeing what is saved."""
+    model, optimizer = build()
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    session = open_session(model, optimizer, tmp_path)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        session.close()
+        loss_of(model, 0).backward()
+        assert packed
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with open_session(model, optimizer, tmp_path) as session:
+        train(model, optimizer, range(1))
+        assert session.stats().activations_spilled > 10
+
+
 def test_a_change_in_place_is_refused_as_torch_does(tmp_path: Path) -> None:
     model, optimizer = build()
     for mode in ("auto", "disk"):
@@ -150,6 +184,60 @@ def test_a_change_in_place_is_refused_as_torch_does(tmp_path: Path) -> None:
                 y.add_(1.0)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 z.sum().backward()
+
+
+def test_what_is_changed_on_its_way_to_disk_and_saved_again_is_saved_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plainly this is no error: nobody goes back through what was saved before the change."""
+    real = os.pwritev
+
+    def pwritev(*arguments: Any) -> int:
+        time.sleep(0.2)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    model, optimizer = build()
+    with tuned(smallest_activation_bytes=1, activation_window_bytes=200_000):
+        session = zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, activations="disk")
+    with session:
+        weight = torch.ones(500, 64, requires_grad=True)
+        hidden = weight + 1
+        looked_at = hidden.sin()  # keeps a graph that saved `hidden` as it is now
+        other = weight.exp()  # sends `hidden` on its way
+        hidden.mul_(3)
+        loss = (hidden.detach() * weight).sum()
+        session._activations._finish_writes(leave_bytes=0)
+        (gradient,) = torch.autograd.grad(loss, weight)
+        assert torch.equal(gradient, hidden)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            looked_at.sum().backward()
+        del other
+
+
+def test_a_slice_of_the_users_data_is_not_written(tmp_path: Path) -> None:
+    """All of the data would be, in every step, and its memory would still be the user's."""
+    model, optimizer = build()
+    data = torch.randn(10_000, 64, generator=torch.Generator().manual_seed(0))
+    with open_session(model, optimizer, tmp_path) as session:
+        model(data[100:228]).square().mean().backward()
+        assert session.stats().activations_spilled > 10
+        assert session._disk.bytes_written < data.nbytes
+
+
+def test_slices_of_an_activation_go_once_it_is_let_go(tmp_path: Path) -> None:
+    model, optimizer = build()
+    with open_session(model, optimizer, tmp_path) as session:
+
+        def forward() -> torch.Tensor:
+            rows = model[0](torch.ones(512, 64))
+            return torch.stack([(part * part).sum() for part in rows.split(64)]).sum()
+
+        loss = forward()
+        loss = loss + loss_of(model, 0)
+        in_ram = [reference() for reference in session._activations._in_ram.values()]
+        assert not any(saved.is_part for saved in in_ram if saved is not None)
+        loss.backward()
 
 
 def test_a_flipped_bit_stops_backward_and_is_named(tmp_path: Path) -> None:
@@ -166,6 +254,31 @@ def test_a_flipped_bit_stops_backward_and_is_named(tmp_path: Path) -> None:
         loss.backward()
     path.write_bytes(bytes(data))
     session.close()
+
+
+def test_an_unreadable_activation_costs_its_graph_and_nothing_else(tmp_path: Path) -> None:
+    model, optimizer = build()
+    session = open_session(model, optimizer, tmp_path)
+    train(model, optimizer, range(2))
+    loss = loss_of(model, 2)
+    session._activations._finish_writes(leave_bytes=0)
+    for chunk in session._store.chunks():
+        if chunk.is_resident:
+            session._store.evict(chunk)
+    spoilt = list(session._activations._on_disk.values())[5]()
+    (path,) = tmp_path.glob("*/chunks.bin")
+    data = bytearray(path.read_bytes())
+    data[spoilt.extent.regions[0][0]] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(CorruptionError, match="activation"):
+        session.close()
+    with pytest.raises(CorruptionError, match="Run its forward again"):
+        loss.backward()
+    optimizer.zero_grad()
+    plain = build()
+    train(*plain, range(2))
+    assert all(map(torch.equal, model.parameters(), plain[0].parameters()))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_stops_forward_and_training_goes_on(

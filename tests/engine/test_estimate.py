@@ -143,6 +143,8 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_computed(tmp_path: Path
     with zeepo.init(model, optimizer, ram="200MiB", disk=tmp_path, activations="ram") as session:
         with pytest.raises(BudgetError, match="too little") as refusal:
             model(torch.empty(40_000, WIDTH))
+        with pytest.raises(BudgetError, match="too little"):  # asking twice is no way around it
+            model(torch.empty(40_000, WIDTH))
         assert model.calls == 0
         assert "activations" in str(refusal.value)
         least = session.plan.minimum_ram
@@ -152,3 +154,67 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_computed(tmp_path: Path
         model(torch.randn(8, WIDTH)).backward()  # a smaller batch goes on
         optimizer.step()
     assert least // MiB > 350
+
+
+def test_small_saved_tensors_stay_in_ram() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(50)])
+    rows = torch.randn(16, 64)  # 4 KiB, saved fifty times and more
+    chunks = {id(p): 0 for p in model.parameters()}, {0: 0}, {0: "all"}
+    everything_goes = estimate(model, [rows], {}, *chunks, spills=True)
+    small_ones_stay = estimate(model, [rows], {}, *chunks, spills=True, smallest_bytes=1 << 16)
+    assert isinstance(everything_goes, Footprint)
+    assert isinstance(small_ones_stay, Footprint)
+    assert everything_goes.kept_bytes == 0
+    assert small_ones_stay.kept_bytes >= 50 * rows.nbytes
+    assert small_ones_stay.torch_bytes >= everything_goes.torch_bytes + 45 * rows.nbytes
+
+
+def test_the_loss_is_reckoned_like_a_cross_entropy() -> None:
+    model = nn.Linear(8, 1 << 16, bias=False)
+    found = estimate(model, [torch.randn(16, 8)], {}, {}, {}, {}, spills=True)
+    assert isinstance(found, Footprint)
+    assert found.torch_bytes >= 3 * 16 * (1 << 16) * 4, "logits' gradient, log-softmax and its own"
+
+
+def test_a_slice_of_the_data_counts_as_what_is_seen_of_it(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.zeros(150_000, WIDTH)
+    columns = torch.zeros(WIDTH, 150_000)
+    needed = []
+    for batch in (torch.zeros(300, WIDTH), data[:300], columns.T[:300]):
+        with zeepo.init(model, optimizer, ram="300MiB", disk=tmp_path) as session:
+            model(batch).backward()
+            assert session.plan.footprint is not None
+            needed.append((session.plan.footprint.peak_bytes, session.plan.footprint.saved_bytes))
+    assert needed[0] == needed[1] == needed[2]
+
+
+class Masked(nn.Module):
+    """A block that uses a large buffer and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mask", torch.ones(ROWS, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(torch.tanh(self.up(self.norm(x * self.mask))))
+        return x + self.down(hidden)
+
+
+def test_recomputing_is_foretold(tmp_path: Path) -> None:
+    """Beside the inputs of the blocks the inside of one is there, however many there are."""
+    torch_bytes = {}
+    for mode in ("ram", "recompute"):
+        for depth in (4, 8):
+            model = nn.Sequential(*(Masked() for _ in range(depth)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, activations=mode) as s:
+                model(torch.randn(ROWS, WIDTH)).sum().backward()
+                assert s.plan.footprint is not None, s.plan.unknown_because
+                torch_bytes[mode, depth] = s.plan.footprint.torch_bytes
+    assert torch_bytes["ram", 8] - torch_bytes["ram", 4] > 4 * 8 * HIDDEN_BYTES
+    assert torch_bytes["recompute", 8] - torch_bytes["recompute", 4] < 4 * 3 * HIDDEN_BYTES
+    assert torch_bytes["recompute", 8] < 0.6 * torch_bytes["ram", 8]

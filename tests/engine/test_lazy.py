@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import zeepo
 from zeepo.engine.lazy import LazyManager
@@ -154,6 +154,51 @@ def test_what_was_replaced_while_building_is_forgotten(tmp_path: Path) -> None:
     with zeepo.init(model, optimizer, disk=tmp_path):
         assert model[2].weight is model[0].weight
         assert manager.homes == {}
+
+
+def parametrised() -> nn.Module:
+    """Parametrizations exchange the memory of the weight they take over."""
+    layers = [nn.Linear(61, 61) for _ in range(12)]
+    for layer, normalise in zip(layers, (weight_norm, spectral_norm, orthogonal) * 4, strict=True):
+        normalise(layer)
+    return nn.Sequential(*layers)
+
+
+def narrowed() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(61, 61) for _ in range(9))).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("builder", [parametrised, narrowed])
+def test_changes_of_what_was_built(builder: Builder, tmp_path: Path) -> None:
+    expected, state = build_eagerly(builder)
+    model, lazy_state = build_lazily(builder, tmp_path)
+    manager = manager_of(model)
+    assert manager.store.counters.num_evictions >= 4
+    assert all(home_of(p).manager is manager for p in model.parameters())
+    assert torch.equal(state, lazy_state)
+    assert_same_values(model, expected)
+    model.double(), expected.double()  # also after the block
+    assert_same_values(model, expected)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, expected)]
+    with zeepo.init(*pairs[0], ram="1GiB", disk=tmp_path):
+        for each, optimizer in pairs:
+            each(torch.ones(2, 61, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+    assert_same_values(model, expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_made_before_the_session(tmp_path: Path) -> None:
+    pairs = []
+    for model in (build_lazily(perceptron, tmp_path)[0], build_eagerly(perceptron)[0]):
+        model(torch.ones(2, 61)).sum().backward()
+        assert next(model.parameters()).grad is not None
+        pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    with zeepo.init(*pairs[0], ram="1GiB", disk=tmp_path):
+        for _, optimizer in pairs:
+            optimizer.step()
+    assert_same_values(pairs[0][0], pairs[1][0])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lazy_model_works_without_a_session(tmp_path: Path) -> None:

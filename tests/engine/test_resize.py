@@ -80,6 +80,8 @@ def test_what_is_too_little_is_refused_and_nothing_changes(tmp_path: Path) -> No
         assert session.plan.ram == 400 * MiB
         with pytest.raises(ConfigError, match="ram"):
             session.resize(ram="much")
+        with pytest.raises(ConfigError, match="needs a size"):
+            session.resize(ram=None)  # type: ignore[arg-type]
     with pytest.raises(SessionError, match="closed"):
         session.resize(ram="1GiB")
     with zeepo.init(model, optimizer, ram="400MiB") as session, pytest.raises(BudgetError):

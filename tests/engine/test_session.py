@@ -294,3 +294,18 @@ def test_a_disk_limit_that_cannot_be_enough_is_refused_at_init(tmp_path: Path) -
     assert scratch_files(tmp_path) == []
     with zeepo.init(model, optimizer, ram=least, disk=tmp_path, disk_limit=2 * needed):
         train(model, optimizer, range(2))
+
+
+def test_a_session_without_a_model_refuses_again_and_can_be_closed(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = zeepo.init(ram="1MiB", disk=tmp_path)
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="too little"):
+            model(torch.ones(1, 3))
+    session.close()
+    assert session.is_closed
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert type(model.weight) is nn.Parameter
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ import pytest
 
 from zeepo.memory import budget as budget_module
 from zeepo.memory.budget import FIRST_SLACK_BYTES, SYSTEM_MARGIN_BYTES, RamBudget
+from zeepo.memory.heap import HeapUse
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.units import MiB
@@ -19,6 +20,8 @@ class Process:
     def __init__(self) -> None:
         self.torch_bytes = 0
         self.free_heap_bytes = 0
+        self.in_ledger_bytes = 0
+        """The heap's, and counted in the ledger."""
         self.spare_bytes: int | None = None
         self.num_trims = 0
         self.spilled: list[int] = []
@@ -40,6 +43,10 @@ class Process:
         assert self.ledger.limit_bytes is not None
         return self.ledger.limit_bytes
 
+    def heap_use(self) -> HeapUse:
+        used = self.torch_bytes + self.in_ledger_bytes - self.free_heap_bytes
+        return HeapUse(used, self.free_heap_bytes)
+
     def trim(self) -> None:
         self.num_trims += 1
         self.torch_bytes -= self.free_heap_bytes
@@ -55,7 +62,7 @@ class Process:
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     one = Process()
     monkeypatch.setattr(budget_module, "give_back_free_memory", one.trim)
-    monkeypatch.setattr(budget_module, "free_heap_bytes", lambda: one.free_heap_bytes)
+    monkeypatch.setattr(budget_module, "heap_use", one.heap_use)
     return one
 
 
@@ -106,6 +113,18 @@ def test_the_slack_is_what_torch_took_between_two_looks(process: Process) -> Non
     assert process.budget._slack() < 16 * MiB
 
 
+def test_only_a_foretold_rise_may_have_more_than_its_share(process: Process) -> None:
+    process.budget.ram_bytes = 200 * MiB
+    process.look()
+    process.torch_bytes = 120 * MiB
+    process.look()
+    process.budget.end_step()
+    assert process.budget._slack() == 25 * MiB
+    assert process.budget._spill_slack() == 50 * MiB
+    process.budget.prepare_for(60 * MiB)
+    assert process.budget._slack() == process.budget._spill_slack() == 60 * MiB
+
+
 def test_the_ledger_keeps_its_floor_however_much_torch_takes(process: Process) -> None:
     process.torch_bytes = 3 * RAM
     assert process.look() == FLOOR
@@ -116,6 +135,31 @@ def test_free_heap_memory_goes_before_anything_else(process: Process) -> None:
     process.torch_bytes, process.free_heap_bytes = 990 * MiB, 500 * MiB
     assert process.look() == RAM - 490 * MiB - FIRST_SLACK_BYTES
     assert (process.num_trims, process.spilled) == (1, [])
+
+
+def test_what_was_freed_since_the_heap_was_given_back_goes_too(process: Process) -> None:
+    process.torch_bytes, process.free_heap_bytes = 1090 * MiB, 100 * MiB
+    process.look()
+    process.free_heap_bytes = 300 * MiB  # backward let go of it; the process is no larger
+    assert process.look() == RAM - 690 * MiB - FIRST_SLACK_BYTES
+    assert process.num_trims == 2
+
+
+def test_gradients_taken_over_by_the_ledger_are_not_mistaken_for_free_memory(
+    process: Process,
+) -> None:
+    process.torch_bytes, process.free_heap_bytes = 1000 * MiB, 100 * MiB
+    process.look()
+    process.budget.hand_over(200 * MiB)
+    grads = process.ledger.reserve("grads", 200 * MiB)
+    process.torch_bytes -= 200 * MiB
+    process.in_ledger_bytes = 200 * MiB
+    process.look()
+    grads.release()
+    process.in_ledger_bytes = 0
+    process.torch_bytes, process.free_heap_bytes = 995 * MiB, 5 * MiB
+    process.look()
+    assert process.num_trims == 1
 
 
 def test_activations_go_when_nothing_else_is_left(process: Process) -> None:

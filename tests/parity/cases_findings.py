@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
+from .cases_backward import Custom
 from .harness import Observations, Start, case
 from .models import HIDDEN, Perceptron, perceptron_loss, points
 
@@ -183,6 +186,28 @@ def state_made_later_than_its_neighbour(start: Start) -> Observations:
             for number, p in enumerate(model.parameters()):
                 if step < 3 and number % 2 == (number // 4) % 2:
                     p.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            yield "loss", loss
+
+
+@case("custom_function_in_others_hooks")
+def custom_function_in_others_hooks(start: Start) -> Observations:
+    """What it saved comes back through checkpointing, or a user's hooks, as another tensor."""
+    model = nn.Sequential(*(Custom() for _ in range(5)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with start(model, optimizer):
+        for step in range(6):
+            x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(step))
+            x.requires_grad_()
+            for layer in model[:3]:
+                x = checkpoint(layer, x, use_reentrant=step % 2 == 1)
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                x = model[4](model[3](x))
+            node = x.grad_fn.next_functions[0][0]
+            yield "saved", [tensor.sum() for tensor in node.saved_tensors]
+            loss = x.square().mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             yield "loss", loss

@@ -117,6 +117,16 @@ def test_what_a_batch_needs_is_paid(plan: Plan) -> None:
 
 
 @given(plans)
+def test_what_stays_in_ram_has_room_beside_an_update(plan: Plan) -> None:
+    kept = 300 * MiB
+    footprint = Footprint(MiB, 0, MiB, kept, 0, "aten::mm with a", kept)
+    known = replace(plan, footprint=footprint, activations="disk")
+    if known.units:
+        assert known._updating(known._in_ram())["activations"] >= kept
+    assert replace(known, activations="ram").minimum_ram == plan.minimum_ram
+
+
+@given(plans)
 def test_a_region_that_runs_whole_fits(plan: Plan) -> None:
     if plan.placement["params"] == "disk":
         grads = max((pages(u.trainable_bytes) for u in plan.units), default=0)

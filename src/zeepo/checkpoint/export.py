@@ -38,6 +38,8 @@ def export_models(
     models: Sequence[nn.Module], path: str | Path, max_shard_bytes: int | str
 ) -> None:
     """Write what the models' `state_dict()` holds now."""
+    if not str(path):  # to Path it is the current folder, where other weights may be
+        raise ConfigError("export: the path is empty. Give a folder or a .safetensors file.")
     target = Path(path)
     limit = _shard_limit(max_shard_bytes)
     if target.suffix == SUFFIX:

@@ -309,6 +309,11 @@ class ChunkStore:
         """Wait for a transfer of somebody else's, and count the time."""
         self._moves.wait(future)
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether the limit stays where it is, because everything is being given back."""
+        return self._is_closing
+
     def has_leases(self) -> bool:
         """Whether somebody holds a lease for long: an address in use, a gathered block."""
         return any(chunk.leases for chunk in self._moves.chunks.values())
@@ -372,6 +377,7 @@ class ChunkStore:
         raw address stays where it is.
         """
         with self.lock:
+            self.look_at_budget()
             self._is_closing = True
             self._prefetch_enabled = False
             self._moves.must_have_room = True

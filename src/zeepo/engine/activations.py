@@ -32,7 +32,7 @@ from zeepo.engine.managed import Home, home_of, mark_managed
 from zeepo.engine.manager import Manager
 from zeepo.engine.saved import Ended, Handle, Saved, Weight, check_version, num_own_users
 from zeepo.engine.tuning import Tuning
-from zeepo.errors import DiskError
+from zeepo.errors import CorruptionError, DiskError
 from zeepo.memory.tier import Tier
 from zeepo.planner.footprint import LOOK_BYTES
 from zeepo.sabotage import sabotaged
@@ -126,19 +126,38 @@ class Activations:
             return
         self._is_installed = False
         self._undo_disable()
-        if self._is_on_top():
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        others = []  # of blocks that were entered later and are not left yet
+        autograd: Any = torch._C._autograd
+        while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+            autograd._pop_saved_tensors_default_hooks()
+            if hooks[0] == self._pack:
+                break
+            others.append(hooks)
+        for hooks in reversed(others):
+            autograd._push_saved_tensors_default_hooks(*hooks)
 
-    def bring_back(self) -> None:
-        """Before the tier is closed: what a living graph still needs comes back to RAM."""
-        self._finish_writes(leave_bytes=0)
+    def bring_back(self) -> DiskError | None:
+        """Before the tier is closed: what a living graph still needs comes back to RAM.
+
+        What cannot be read concerns that graph alone: it is told, and the rest goes on.
+        """
+        failure: DiskError | None = None
+        while self._being_written:
+            try:
+                self._finish_writes(leave_bytes=0)
+            except DiskError:  # the bytes are still here
+                continue
         for reference in list(self._on_disk.values()):
             saved = reference()
             if saved is not None:
-                saved.alias = self._fetch(saved)
+                try:
+                    saved.alias = self._fetch(saved)
+                except DiskError as error:
+                    failure = failure or error
         self._on_disk.clear()
         self._drain()
         self._is_over = True
+        return failure
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -155,7 +174,7 @@ class Activations:
             storage = kept.untyped_storage()
             known = self._by_address.get(address(storage))
             saved = known() if known is not None else None
-            if saved is not None and saved.alias is not None:
+            if saved is not None and saved.alias is not None and saved.has_bytes_of(kept):
                 return Handle(saved, kept)
             saved = self._keep(kept, storage)
             handle = Handle(saved, kept)  # known to `saved` before anything is sent down
@@ -219,8 +238,9 @@ class Activations:
                 break
             if saved is None or saved.alias is None:
                 continue
-            # One more: the storage object that asks.
-            if only_ours and num_users(saved.alias.untyped_storage()) > num_own_users(saved) + 1:
+            if (only_ours or saved.is_part) and _is_used_by_others(saved):
+                # A slice of the user's data stays: all of it would be written and nothing freed.
+                nbytes -= 0 if only_ours else saved.nbytes
                 continue
             del self._in_ram[number]
             self._in_ram_bytes -= saved.nbytes
@@ -229,6 +249,7 @@ class Activations:
                 self._forget_memory(saved)
                 continue
             saved.extent = self._tier.allocate(saved.label, saved.nbytes)
+            saved.version_written = saved.alias._version
             memory = memory_of(saved.alias.untyped_storage())
             future = self._tier.write(saved.extent, [(0, memory)])
             self._being_written.append((future, saved.alias, reference))
@@ -258,6 +279,8 @@ class Activations:
             left -= alias.untyped_storage().nbytes()
             if saved is not None:
                 self._forget_memory(saved)
+                if alias._version != saved.version_written:  # changed on its way: of no use
+                    del self._on_disk[saved.number]
 
     def _forget_memory(self, saved: Saved) -> None:
         assert saved.alias is not None
@@ -265,7 +288,10 @@ class Activations:
             handle = reference()
             if handle is not None:
                 handle.let_go()
-        self._by_address.pop(address(saved.alias.untyped_storage()), None)
+        key = address(saved.alias.untyped_storage())
+        known = self._by_address.get(key)
+        if known is not None and known() is saved:
+            del self._by_address[key]
         saved.alias = None
         self._on_disk[saved.number] = weakref.ref(saved)
 
@@ -292,6 +318,11 @@ class Activations:
             return kept.over(alias.untyped_storage())
 
     def _fetch(self, saved: Saved) -> Tensor:
+        if self._is_over:
+            raise CorruptionError(
+                f"{saved.label} could not be read when the session was closed: this graph cannot "
+                "go backward any more. Run its forward again."
+            )
         self._start_read(saved)
         assert saved.reading is not None
         (future, memory), saved.reading = saved.reading, None
@@ -329,6 +360,8 @@ class Activations:
         """Give back what backward has let go of."""
         with self._store.lock:
             self._drain()
+            for key in [key for key, saved in self._by_address.items() if saved() is None]:
+                del self._by_address[key]
 
     def _cancel_reads(self) -> None:
         """What was read ahead and not asked for stays on disk."""
@@ -349,6 +382,13 @@ class Activations:
                 reading[0].exception()
             if extent is not None and not self._is_over:
                 self._tier.free(extent)
+
+
+def _is_used_by_others(saved: Saved) -> bool:
+    """Whether sending it down would free nothing."""
+    assert saved.alias is not None
+    # One more: the storage object that asks.
+    return num_users(saved.alias.untyped_storage()) > num_own_users(saved) + 1
 
 
 def _detached(tensor: Tensor) -> Tensor:

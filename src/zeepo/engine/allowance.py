@@ -142,12 +142,16 @@ class Allowance:
         names = {key: chunk.label for key, chunk in chunks.items()}
         manager.store.expect(CHILD_BYTES)
         spills = self.plan.activations == "disk"
-        found = estimate(model, args, kwargs, chunk_of, sizes, names, spills=spills)
+        smallest = tuning().smallest_activation_bytes
+        found = estimate(
+            model, args, kwargs, chunk_of, sizes, names, spills=spills, smallest_bytes=smallest
+        )
         if isinstance(found, str):
             self.plan = replace(self.plan, unknown_because=found)
             return
         known = self.plan.footprint
-        if known is None or known.peak_bytes < found.peak_bytes:
+        was_refused = self.plan.ram < self.plan.minimum_ram  # then that batch was not computed
+        if known is None or was_refused or known.peak_bytes < found.peak_bytes:
             self.plan = replace(self.plan, footprint=found)
         if manager.store.budget is not None:
             manager.store.budget.prepare_for(found.rise_bytes)

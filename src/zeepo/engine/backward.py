@@ -48,15 +48,20 @@ class NodeLeases:
         node.register_hook(lease.after)
         return lease
 
-    def attach_to_running(self, chunks: Sequence[Chunk]) -> None:
+    def attach_to_running(self, chunk: Chunk) -> bool:
         """Lease for the node that is running, if it is one written in Python, from now on.
 
         What such a node saved is seen only here when somebody has packed it: calling the function
         is not a function of torch's, so nothing was attached in forward.
         """
         node: Any = torch._C._current_autograd_node()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            self.enter(self.attach(node, chunks))
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        # Nodes of a thread end in turn: what an outer one holds, this one has as well.
+        is_held = any(t == get_ident() and chunk in lease.chunks for t, lease in self._held)
+        if not is_held:
+            self.enter(self.attach(node, [chunk]))
+        return True
 
     def attach_to_new(
         self, tensors: Iterable[Tensor], first_node: int, touched: Sequence[Chunk]

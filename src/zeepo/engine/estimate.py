@@ -41,13 +41,22 @@ def estimate(
     chunk_names: Mapping[int, str],
     *,
     spills: bool,
+    smallest_bytes: int = 0,
 ) -> Footprint | str:
     """The footprint of one forward and backward, or why it cannot be told."""
 
     def run() -> dict[str, Any]:
-        return asdict(
-            simulate(model, args, kwargs, chunk_of, chunk_bytes, chunk_names, spills=spills)
+        found = simulate(
+            model,
+            args,
+            kwargs,
+            chunk_of,
+            chunk_bytes,
+            chunk_names,
+            spills=spills,
+            smallest_bytes=smallest_bytes,
         )
+        return asdict(found)
 
     answer = in_child(run)
     return answer if isinstance(answer, str) else Footprint(**answer)
@@ -70,9 +79,13 @@ class FirstForward:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(self) in first._waiting and torch.is_grad_enabled():
                 first._waiting.discard(id(self))
+                try:
+                    act(self, args, kwargs)
+                except BaseException:  # refused: to be asked again the next time
+                    first._waiting.add(id(self))
+                    raise
                 if not first._waiting:
                     first.stop()
-                act(self, args, kwargs)
             return original(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         nn.Module._call_impl = call  # type: ignore[method-assign]

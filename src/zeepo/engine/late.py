@@ -61,7 +61,12 @@ class LateSession(Session):
             return
         self._hook.remove()
         self._is_adopted = True
-        super().__init__(live_models(optimizers), optimizers, self._options)
+        try:
+            super().__init__(live_models(optimizers), optimizers, self._options)
+        except BaseException:  # refused: not to be trained outside the session the next time
+            self._is_adopted = self._closed = False
+            self._hook = register_module_forward_pre_hook(self._before_forward)
+            raise
 
     def _check_open(self, what: str) -> None:
         super()._check_open(what)

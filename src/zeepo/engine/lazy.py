@@ -22,29 +22,48 @@ from torch import Tensor, nn
 from zeepo.chunks.store import ChunkStore, Kind
 from zeepo.config import Options, resolve_options
 from zeepo.engine.building import Building
-from zeepo.engine.managed import Home, home_of, mark_managed, plain_torch
+from zeepo.engine.managed import (
+    Home,
+    home_of,
+    mark_managed,
+    mark_ordinary,
+    ordinary_copy,
+    plain_torch,
+    read_autograd_grad,
+    write_autograd_grad,
+)
 from zeepo.engine.manager import Manager
 from zeepo.errors import SessionError
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
+from zeepo.planner.plan import TORCH_GROWTH_BYTES
 from zeepo.units import MiB
 
 DEFAULT_RAM_BYTES = 64 * MiB
 """Without a stated budget: enough to keep writing while values are made."""
 MANAGED_SHARE = 0.5
 """Of a stated budget; the rest is for values that are being made, and for the heap."""
+HEAP_BYTES = 32 * MiB
+"""What values that are being made may take beside what is managed, and as often the heap is given
+back what they left."""
 
 
 class LazyManager(Manager):
     """Parameters between their making and `init`: one chunk each."""
 
+    is_building = True
+
     def __init__(self, options: Options, building: Building):
         self._building = building
         self._ram_bytes = options.ram
         ram_bytes = options.ram or DEFAULT_RAM_BYTES
-        managed_bytes = max(int(MANAGED_SHARE * ram_bytes), min(ram_bytes, DEFAULT_RAM_BYTES))
+        beside_torch = ram_bytes - TORCH_GROWTH_BYTES - HEAP_BYTES
+        share_bytes = min(int(MANAGED_SHARE * ram_bytes), beside_torch)
+        managed_bytes = max(share_bytes, min(ram_bytes, DEFAULT_RAM_BYTES))
+        self._made_bytes = 0
+        """Since free heap memory was last given back."""
         ledger = Ledger("ram", managed_bytes)
         self._pool = BufferPool(ledger)
         self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
@@ -57,9 +76,21 @@ class LazyManager(Manager):
         if home is not None and home.manager is self:
             self._follow(home, parameter)
         elif home is None and _is_manageable(parameter):
-            self._make_place(parameter)
-            self.adopt_chunk(name, [(name, parameter)])
-            self._building.add(parameter.numel() * parameter.element_size())
+            self._take_in(name, parameter)
+            nbytes = parameter.numel() * parameter.element_size()
+            self._building.add(nbytes)
+            self._give_back_heap_after(nbytes)
+
+    def _give_back_heap_after(self, nbytes: int) -> None:
+        """What has left for the disk lay in the heap, which keeps it."""
+        self._made_bytes += nbytes
+        if self._made_bytes >= HEAP_BYTES and self.store.counters.num_evictions:
+            self._made_bytes = 0
+            give_back_free_memory()
+
+    def _take_in(self, name: str, parameter: nn.Parameter) -> None:
+        self._make_place(parameter)
+        self.adopt_chunk(name, [(name, parameter)])
 
     def _follow(self, home: Home, parameter: nn.Parameter) -> None:
         """A parameter over the memory of another (a parametrization's) takes its place."""
@@ -68,13 +99,40 @@ class LazyManager(Manager):
             self.homes[id(parameter)] = home
             home.parameter = parameter
 
+    def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None:
+        """Of another dtype or size (`model.to(torch.bfloat16)`) it is taken in anew."""
+        is_same = value.dtype == home.plain.dtype and value.numel() == home.plain.numel()
+        if is_same or not isinstance(tensor, nn.Parameter) or home.parameter is not tensor:
+            super().replace_data(home, tensor, value)
+            return
+        value = ordinary_copy(value) if home_of(value) is not None else value.detach()
+        self.hand_over(tensor).manager = None  # views of the old values are ordinary now
+        mark_ordinary(tensor)
+        with plain_torch():
+            tensor.data = value
+        if _is_manageable(tensor):
+            self._take_in(home.name, tensor)
+
     def copied(self, original: Home, copy: Tensor) -> None:
         """A deep copy, as `nn.TransformerEncoder` makes of its layer, is one more parameter."""
         if isinstance(copy, nn.Parameter):
             self.register(original.name, copy)
 
+    # Gradients stay with autograd until a session is there for them.
+
+    def _take_gradient(self, home: Home) -> None:
+        pass
+
     def _watch_gradient(self, home: Home) -> None:
-        """Gradients stay with autograd until a session is there for them."""
+        pass
+
+    def read_grad(self, home: Home) -> Tensor | None:
+        assert home.parameter is not None
+        return read_autograd_grad(home.parameter)
+
+    def write_grad(self, home: Home, value: Tensor | None) -> None:
+        assert home.parameter is not None
+        write_autograd_grad(home.parameter, value)
 
     def _make_place(self, parameter: nn.Parameter) -> None:
         """The largest parameter needs itself and a copy: inside a budget, if one was stated."""
@@ -172,6 +230,7 @@ class lazy:
         trace: TracebackType | None,
     ) -> None:
         nn.Module.register_parameter, nn.Parameter.__new__ = self._originals  # type: ignore[method-assign]
+        give_back_free_memory()
         self._building.end(is_whole=error is None)
 
 

@@ -32,10 +32,12 @@ plain_torch = torch._C.DisableTorchFunctionSubclass
 class Manager(Protocol):
     """What managed tensors need of the engine."""
 
+    is_building: bool
+
     def run(self, func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any: ...
     def lease_for_life_of(self, home: Home, obj: object) -> None: ...
     def lease_until_step(self, home: Home) -> None: ...
-    def lease_for_running_function(self, home: Home) -> None: ...
+    def lease_for_running_function(self, home: Home) -> bool: ...
     def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None: ...
     def read_grad(self, home: Home) -> Tensor | None: ...
     def write_grad(self, home: Home, value: Tensor | None) -> None: ...
@@ -171,9 +173,17 @@ class _Intercepting:
         return copy.__reduce_ex__(protocol)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch does not dispatch it; on a managed tensor it would leave the slot behind."""
-        if home_of(self) is not None:
-            _refuse(Tensor.set_, (self, *args), kwargs, [self])  # type: ignore[list-item]
+        """Torch does not dispatch it; on a managed tensor it would leave the slot behind.
+
+        While a model is built (parametrizations use it) the values are copied, as for `.data`.
+        """
+        home = home_of(self)
+        if home is not None and home.manager is not None:
+            takes_values = home.manager.is_building and len(args) == 1 and not kwargs
+            if not takes_values or not isinstance(args[0], Tensor):
+                _refuse(Tensor.set_, (self, *args), kwargs, [self])  # type: ignore[list-item]
+            home.manager.replace_data(home, self, args[0])  # type: ignore[arg-type]
+            return self
         with plain_torch():
             return _TENSOR.set_(self, *args, **kwargs)
 

@@ -43,6 +43,9 @@ from zeepo.sabotage import sabotaged
 class Manager:
     """Managed tensors of one session."""
 
+    is_building = False
+    """Whether the model is still being built: then its memory may be exchanged."""
+
     def __init__(self, store: ChunkStore, homes_of_kind: dict[Kind, Tier | None]):
         self.store = store
         self.home_tier = homes_of_kind
@@ -106,9 +109,13 @@ class Manager:
         self.homes[id(p)] = home
         self.by_storage[address(storage)] = chunk
         mark_managed(p, home)
-        self.gradients.absorb(home)
+        self._take_gradient(home)
         self._watch_gradient(home)
         return home
+
+    def _take_gradient(self, home: Home) -> None:
+        """One that the parameter has already."""
+        self.gradients.absorb(home)
 
     def adopt_aliases(self, aliases: Sequence[tuple[Tensor, nn.Parameter]]) -> None:
         """Tensors made before init that share a parameter's storage."""
@@ -283,9 +290,9 @@ class Manager:
             home.chunk.raw_holds += 1
             self._until_step.append(home.chunk)
 
-    def lease_for_running_function(self, home: Home) -> None:
-        """Called while backward runs a user's autograd.Function: lease until it is done."""
-        self.node_leases.attach_to_running([home.chunk])
+    def lease_for_running_function(self, home: Home) -> bool:
+        """Lease until the user's autograd.Function that backward runs is done; whether one runs."""
+        return self.node_leases.attach_to_running(home.chunk)
 
     @staticmethod
     def _refuse_raw_access_in_pieces(home: Home) -> None:

@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 from zeepo.engine.frame import Arguments, Frame
 from zeepo.engine.regions import is_compiled
 from zeepo.engine.structures import NotCopyableError
+from zeepo.planner import footprint
 from zeepo.planner.segments import Segment, find_segments
 
 
@@ -178,18 +179,21 @@ def _may_recompute() -> bool:
     """Whether gradients are recorded and nobody else decides what becomes of what they need.
 
     In backward a forward runs only because somebody recomputes already, and inside saved-tensor
-    hooks (the user's own checkpointing) it is theirs to say what is kept.
+    hooks (the user's own checkpointing) it is theirs to say what is kept. A run on shapes does what
+    a step will do.
     """
     autograd: Any = torch._C._autograd  # torch's stubs do not know these
     modes: Any = torch.overrides._get_current_function_mode_stack
+    hooks = autograd._top_saved_tensors_default_hooks(True)
+    is_simulation = hooks is not None and hooks[0].__module__ == footprint.__name__
     return (
         torch.is_grad_enabled()
         and torch._C._current_graph_task_id() == -1
         and autograd._saved_tensors_hooks_is_enabled()
-        and autograd._top_saved_tensors_default_hooks(True) is None
+        and (hooks is None or is_simulation)
         and torch._C._functorch.maybe_current_level() is None
         and torch.autograd.forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
+        and (torch._C._len_torch_dispatch_stack() == 0 or is_simulation)
         and not torch._C._is_tracing()
         and not parametrize._cache_enabled
         and all(isinstance(mode, DeviceContext) for mode in modes())

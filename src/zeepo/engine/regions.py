@@ -89,7 +89,7 @@ class Regions:
         for cls in (*_FAST_PATHS, nn.TransformerEncoder):
             self._patch_fast_path(cls)
         self._patch_torch()
-        self._undo.append(watch_entrances())
+        self._undo.append(watch_entrances(self._manager))
 
     # -- torch's fast paths ------------------------------------------
 

@@ -24,10 +24,12 @@ class Saved:
         "alias",
         "extent",
         "handles",
+        "is_part",
         "label",
         "nbytes",
         "number",
         "reading",
+        "version_written",
     )  # fmt: skip
 
     def __init__(self, number: int, alias: Tensor, nbytes: int, ended: deque[Ended]):
@@ -35,12 +37,20 @@ class Saved:
         self.alias: Tensor | None = alias
         """Keeps the memory; None while the bytes are on disk only."""
         self.nbytes = nbytes
+        self.is_part = alias.numel() * alias.element_size() < nbytes
+        """Of a storage of which more than this tensor is kept."""
         self.handles: list[weakref.ref[Handle]] = []
         self.label = f"activation {number} {tuple(alias.shape)}"
         self.extent: Extent | None = None
         """Where the bytes are on disk, once they were sent there."""
+        self.version_written = 0
+        """The version that was sent."""
         self.reading: tuple[Future[None], Tensor] | None = None
         self._ended = ended
+
+    def has_bytes_of(self, tensor: Tensor) -> bool:
+        """Whether what is kept, or on its way to disk, is what a tensor over it shows now."""
+        return self.extent is None or self.version_written == tensor._version
 
     def __del__(self) -> None:  # in any thread, at any moment: only note it
         self._ended.append((self.number, self.nbytes, self.extent, self.reading))

@@ -86,7 +86,7 @@ class Session:
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
         self._disk: DiskTier | None = None
-        if options.disk and "disk" in self.plan.placement.values():
+        if options.disk and self.plan.uses_disk:
             self._disk = DiskTier(options.disk, options.disk_limit, pool=self._pool)
         space = None if self._disk is None else ReclaimableSpace(self._disk)
         self._store = ChunkStore(
@@ -262,7 +262,8 @@ class Session:
         """
         self._check_open("resize")
         ram_bytes = resolve_options({"ram": ram}).ram
-        assert ram_bytes is not None
+        if ram_bytes is None:
+            raise ConfigError('session.resize needs a size: session.resize(ram="2GiB").')
         self._allowance.resize(ram_bytes)
         self._telemetry.resized(self.plan, "session.resize")
 
@@ -317,6 +318,7 @@ class Session:
 
     def _give_everything_back(self) -> None:
         self._closed = True
+        failure: DiskError | None = None
         with self._interrupts.held():
             try:
                 self._manager.end_raw_leases()
@@ -326,7 +328,7 @@ class Session:
                 self._regions.remove()
                 if self._activations is not None:
                     self._activations.remove()
-                    self._activations.bring_back()
+                    failure = self._activations.bring_back()
                 self._manager.node_leases.forget_all()
                 for step in self._steps:
                     step.finish_or_give_up()
@@ -343,7 +345,7 @@ class Session:
                 self._tear_down()
         if self._store.lost:
             raise CorruptionError(loss_message(self._store.lost)) from self._store.lost[0][1]
-        failure = self._closing.failure()
+        failure = self._closing.failure() or failure
         if failure is not None:
             raise failure
 

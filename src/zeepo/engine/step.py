@@ -38,7 +38,7 @@ from zeepo.engine.update import (
     is_ordinary_context,
     ordinary_context,
 )
-from zeepo.optim.catalogue import Grain, grain_of, num_states_of
+from zeepo.optim.catalogue import Grain, grain_of, num_states_of, num_temporaries_of
 from zeepo.optim.shadow import Recipe, State, take_recipe
 from zeepo.sabotage import sabotaged
 
@@ -134,8 +134,8 @@ class OptimizerStep:
         for target in targets:
             self.states.take_in_all(target.home, target.entry)
         self.states.settle_wholes(chunk)
-        num_states = num_states_of(self.optimizer)
-        return ChunkUpdate(self._manager, self.states, recipe, chunk, targets, num_states)
+        counts = num_states_of(self.optimizer), num_temporaries_of(self.optimizer)
+        return ChunkUpdate(self._manager, self.states, recipe, chunk, targets, *counts)
 
     def _divide(
         self, updates: Sequence[ChunkUpdate]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from zeepo.engine.managed import home_of, plain_torch
 from zeepo.engine.structures import StructureCopy
@@ -74,7 +75,8 @@ class Surroundings:
             if before is None or before.nbytes <= SMALL_BUFFER_BYTES:
                 continue
             # By value: BatchNorm's kernels do not count their changes of running statistics.
-            if buffer.layout is torch.strided and torch.equal(buffer, before):
+            # In a run on shapes there are no values; large buffers mostly are constants.
+            if buffer.layout is torch.strided and (is_fake(buffer) or torch.equal(buffer, before)):
                 self._buffers[key] = (buffer, None)
 
     @contextmanager

@@ -91,11 +91,13 @@ class ChunkUpdate:
         chunk: Chunk,
         targets: Sequence[Target],
         num_states: int,
+        num_temporaries: int,
     ):
         self.chunk = chunk
         self.targets = list(targets)
         self._recipe = recipe
         self._num_states = num_states
+        self._num_temporaries = num_temporaries
         self._manager = manager
         self._store = manager.store
         self._states = states
@@ -181,11 +183,14 @@ class ChunkUpdate:
             parts = [self._part(target, batch.piece, cut) for target, cut in batch.cuts]
             new_bytes = self._new_state_bytes(parts)
             self._store.make_room(new_bytes)
+            passing_bytes = self._num_temporaries * _bytes_of(parts)
+            if passing_bytes:
+                self._store.expect(new_bytes + passing_bytes)
             self._update_parts(batch.piece, parts, states)
         finally:
             self._store.release(leased)
-        if new_bytes:
-            give_back_free_memory()  # the new states were moved into buffers
+        if new_bytes or (passing_bytes and self._store.is_closing):
+            give_back_free_memory()  # the new states were moved into buffers; nobody looks any more
 
     def _update_parts(self, piece: Piece, parts: list[Part], states: list[Chunk]) -> None:
         """Run the optimizer on parts whose chunks are leased."""
@@ -279,8 +284,7 @@ class ChunkUpdate:
 
     def _new_state_bytes(self, parts: list[Part]) -> int:
         new = [p for p in parts if not any(isinstance(v, Tensor) for v in p.state.values())]
-        nbytes = sum(part.tensor.numel() * part.tensor.element_size() for part in new)
-        return nbytes * self._num_states
+        return _bytes_of(new) * self._num_states
 
     def _keep_state(self, part: Part, piece: Piece, new: State) -> None:
         """Take over what the optimizer created; the rest was changed in place."""
@@ -390,6 +394,10 @@ def _with_strides(value: Tensor, strides: tuple[int, ...]) -> Tensor:
     if value.stride() == strides and not value.is_conj() and not value.is_neg():
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
+
+
+def _bytes_of(parts: Sequence[Part]) -> int:
+    return sum(part.tensor.numel() * part.tensor.element_size() for part in parts)
 
 
 def _grad_version(part: Part) -> int:

@@ -16,7 +16,7 @@ and `over_bytes` says by how much.
 import time
 from collections.abc import Callable
 
-from zeepo.memory.heap import free_heap_bytes, give_back_free_memory
+from zeepo.memory.heap import give_back_free_memory, heap_use
 from zeepo.memory.pool import BufferPool
 from zeepo.units import MiB
 
@@ -26,6 +26,10 @@ WORTH_TRIMMING_BYTES = 16 * MiB
 SYSTEM_MARGIN_BYTES = 32 * MiB
 """What is left to the system when it runs short."""
 ASK_SYSTEM_SECONDS = 0.1
+LEDGER_SLACK_SHARE = 1 / 8
+"""Of `ram`, the most that the ledger leaves free for what torch takes between two looks..."""
+SPILL_SLACK_SHARE = 1 / 4
+"""...and the most that saved activations do: they are what such a rise is added to."""
 
 
 class RamBudget:
@@ -55,12 +59,13 @@ class RamBudget:
         """Never the ledger's, however little torch takes."""
         self._floor_bytes = floor_bytes
         """Always the ledger's, however much torch takes: little, so that small sessions go on."""
-        self._slack_bytes = FIRST_SLACK_BYTES
+        self._slack_bytes = min(FIRST_SLACK_BYTES, int(LEDGER_SLACK_SHARE * ram_bytes))
+        self._foretold_bytes = 0
         self._rise_bytes = 0
         """The most that torch took between two looks, in this step."""
         self._last_bytes = 0
-        self._trimmed_bytes = 0
-        """What was left beside the ledger when free heap memory was last given back."""
+        self._unused_bytes = 0
+        """What nobody was seen to use when free heap memory was last given back: torch's code."""
         self._expected_bytes = 0
         self.ram_bytes = ram_bytes
         self.peak_bytes = 0
@@ -83,7 +88,7 @@ class RamBudget:
         )
         self._expected_bytes = 0
         self._last_bytes = unmanaged
-        if unmanaged + self._ledger.used_bytes + self._slack() > self.allowed_bytes:
+        if unmanaged + self._ledger.used_bytes + self._spill_slack() > self.allowed_bytes:
             self._last_bytes = unmanaged = self._relieve(unmanaged)
         self._ledger.limit_bytes = self._limit(unmanaged)
 
@@ -98,6 +103,7 @@ class RamBudget:
 
     def prepare_for(self, rise_bytes: int) -> None:
         """Torch is foretold to take so much between two looks."""
+        self._foretold_bytes = rise_bytes
         self._slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
 
     def end_step(self) -> None:
@@ -122,7 +128,16 @@ class RamBudget:
             self._system_bytes = max(0, growth + spare - SYSTEM_MARGIN_BYTES)
 
     def _slack(self) -> int:
-        return min(self._slack_bytes, self.ram_bytes // 8)
+        return self._slack_within(LEDGER_SLACK_SHARE)
+
+    def _spill_slack(self) -> int:
+        return self._slack_within(SPILL_SLACK_SHARE)
+
+    def _slack_within(self, share: float) -> int:
+        """A rise that was seen gets a share of `ram`; one that was foretold, and so is in the least
+        budget, may have more."""
+        foretold = min(FIRST_SLACK_BYTES, self._foretold_bytes)
+        return min(self._slack_bytes, max(foretold, int(share * self.ram_bytes)))
 
     def _limit(self, unmanaged: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
@@ -131,16 +146,25 @@ class RamBudget:
 
     def _relieve(self, unmanaged: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move."""
-        risen = unmanaged - self._trimmed_bytes
-        if risen >= WORTH_TRIMMING_BYTES and free_heap_bytes() >= WORTH_TRIMMING_BYTES:
+        if self._is_worth_trimming():
             unmanaged = self._trim()
         fixed = self._ledger.used_bytes - self._movable_bytes()
-        missing = unmanaged + fixed + self._slack() - self.allowed_bytes
+        missing = unmanaged + fixed + self._spill_slack() - self.allowed_bytes
         if missing > 0 and self.spill is not None and self.spill(missing):
             unmanaged = self._trim()
         return unmanaged
 
+    def _is_worth_trimming(self) -> bool:
+        """Whether the heap seems to have kept much that was freed since it was last given back."""
+        kept = self._find_unused_bytes() - self._unused_bytes
+        return min(kept, heap_use().free_bytes) >= WORTH_TRIMMING_BYTES
+
+    def _find_unused_bytes(self) -> int:
+        """The growth that is neither the pool's nor handed out by the heap."""
+        buffers = self._pool.mapped_bytes - self._pool.fresh_bytes
+        return self._growth_bytes() - buffers - heap_use().used_bytes
+
     def _trim(self) -> int:
         give_back_free_memory()
-        self._trimmed_bytes = self._read()
-        return self._trimmed_bytes
+        self._unused_bytes = self._find_unused_bytes()
+        return self._read()

@@ -5,18 +5,22 @@ buffers, or a model left for the disk, that would count twice against the budget
 """
 
 import ctypes
+from typing import NamedTuple
 
 _LIBC = ctypes.CDLL(None)
 _TRIM = getattr(_LIBC, "malloc_trim", None)
 
 
 class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`: ten sizes, of which we read the free bytes."""
+    """glibc's `struct mallinfo2`: ten sizes, of which we read three."""
 
-    _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(8)] + [
-        ("free_bytes", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
-    ]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "mapped_bytes", "usmblks", "fsmblks",
+            "used_bytes", "free_bytes", "keepcost",
+        )
+    ]  # fmt: skip
 
 
 _INFO = getattr(_LIBC, "mallinfo2", None)
@@ -30,6 +34,17 @@ def give_back_free_memory() -> None:
         _TRIM(0)
 
 
-def free_heap_bytes() -> int:
-    """What the heap holds and nobody uses, given back already or not; 0 where it cannot be told."""
-    return int(_INFO().free_bytes) if _INFO is not None else 0
+class HeapUse(NamedTuple):
+    """What the C library has handed out, and what it holds and nobody uses."""
+
+    used_bytes: int
+    free_bytes: int
+    """Given back to the system already or not."""
+
+
+def heap_use() -> HeapUse:
+    """The state of the heap; zeros where it cannot be told."""
+    if _INFO is None:
+        return HeapUse(0, 0)
+    info = _INFO()
+    return HeapUse(int(info.used_bytes + info.mapped_bytes), int(info.free_bytes))

@@ -77,9 +77,7 @@ class Buffer:
 
     def give_away(self) -> None:
         """Let the memory go to whoever still points at it: not counted and not reused any more."""
-        self.touched()
-        self._mapping = None
-        self._reservation.release()
+        self._pool._give_away(self)
 
     def _held(self) -> Mapping:
         if self._mapping is None:
@@ -97,6 +95,8 @@ class BufferPool:
         self.num_reuses = 0
         self.fresh_bytes = 0
         """Of all buffers together."""
+        self.mapped_bytes = 0
+        """Of all buffers, acquired or idle."""
         self._lock = threading.Lock()
         # Idle mappings, the longest idle first, by an arbitrary key.
         self._idle: OrderedDict[int, tuple[Mapping, Reservation]] = OrderedDict()
@@ -137,6 +137,7 @@ class BufferPool:
             except OSError:
                 reservation.release()
                 raise
+            self.mapped_bytes += capacity_bytes
             buffer = Buffer(self, mapping, reservation)
             buffer.fresh_bytes = capacity_bytes - self._move_pages(givers, mapping)
             self.fresh_bytes += buffer.fresh_bytes
@@ -157,6 +158,7 @@ class BufferPool:
             if taken_bytes and rest_bytes and self.ledger.can_reserve(rest_bytes):
                 rest = Mapping(rest_bytes)
                 rest.take_pages(0, giver, taken_bytes)
+                self.mapped_bytes += rest_bytes
                 self._keep_idle(rest, self.ledger.reserve(IDLE_TAG, rest_bytes))
         return filled_bytes
 
@@ -184,6 +186,7 @@ class BufferPool:
             dropped.append(mapping)
             dropped_bytes += mapping.nbytes
             self._idle_bytes -= mapping.nbytes
+            self.mapped_bytes -= mapping.nbytes
             reservation.release()
         return dropped
 
@@ -201,6 +204,14 @@ class BufferPool:
             reservation = buffer._reservation
             reservation.retag(IDLE_TAG)
             self._keep_idle(mapping, reservation)
+
+    def _give_away(self, buffer: Buffer) -> None:
+        self._forget_fresh(buffer)
+        with self._lock:
+            if buffer._mapping is not None:
+                self.mapped_bytes -= buffer.capacity_bytes
+                buffer._mapping = None
+        buffer._reservation.release()
 
     def _keep_idle(self, mapping: Mapping, reservation: Reservation) -> None:
         self._idle[self._next_key] = (mapping, reservation)

@@ -6,6 +6,7 @@ Exact classes only: a subclass may do anything, so it runs as an unknown optimiz
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -61,6 +62,8 @@ def grain_of(optimizer: Optimizer) -> Grain:
 
 _NUM_TEMPORARIES = 2
 """Of the unfused paths: for instance Adam's denominator and the step it divides."""
+_FEW_TEMPORARIES = ("Adagrad", "Adamax", "ASGD", "RMSprop", "SGD")
+"""One less, so that a changed gradient is among the two."""
 
 
 def num_states_of(optimizer: Optimizer) -> int:
@@ -79,5 +82,15 @@ def num_states_of(optimizer: Optimizer) -> int:
 
 def num_temporaries_of(optimizer: Optimizer) -> int:
     """How many tensors of a piece's size the optimizer makes and drops while it updates."""
-    is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return 0 if is_fused else _NUM_TEMPORARIES
+    groups = optimizer.param_groups
+    if all(group.get("fused") for group in groups):
+        return 0
+    name = _torch_name(optimizer) or ""
+    changes_gradient = any(map(_changes_gradient, groups)) and name not in _FEW_TEMPORARIES
+    return _NUM_TEMPORARIES + (name == "Rprop" or changes_gradient)
+
+
+def _changes_gradient(group: dict[str, Any]) -> bool:
+    """Whether the update starts from a changed copy of the gradient."""
+    decays = group.get("weight_decay") and not group.get("decoupled_weight_decay")
+    return bool(group.get("maximize") or decays)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,12 +36,25 @@ class _Count:
     chunk_bytes: Mapping[int, int]
     """Chunk -> bytes that a lease of it brings in."""
     chunk_names: Mapping[int, str]
+    seen_of_arguments: dict[int, int] = field(default_factory=dict)
+    """Storage of an argument -> bytes of it that are seen: it may be a slice of all the data."""
     held_bytes: int = 0
     saved_bytes: int = 0
+    kept_bytes: int = 0
     seen_bytes: int = 0
     """What was held when the engine last looked at the budget."""
     rise_bytes: int = 0
     worst: Footprint = field(default_factory=lambda: Footprint(0, 0, 0, 0, 0, "nothing"))
+
+    def see_argument(self, tensor: Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        nbytes = tensor.numel() * tensor.element_size()
+        self.seen_of_arguments[key] = self.seen_of_arguments.get(key, 0) + nbytes
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> int:
+        """What counts of a storage."""
+        nbytes = storage.nbytes()
+        return min(nbytes, self.seen_of_arguments.get(storage._cdata, nbytes))
 
     def look(self) -> None:
         self.seen_bytes = self.held_bytes
@@ -78,7 +92,7 @@ class _Watch(TorchDispatchMode):
         known = self._alive.get(key)
         if key in self._chunk_of or (known is not None and known() is storage):
             return
-        nbytes = storage.nbytes()
+        nbytes = self._count.bytes_of(storage)
 
         def gone(_: Any) -> None:
             self._count.held_bytes -= nbytes
@@ -126,10 +140,12 @@ def simulate(
     chunk_names: Mapping[int, str],
     *,
     spills: bool,
+    smallest_bytes: int = 0,
 ) -> Footprint:
     """Run `model` forward and backward on shapes. Its parameters are replaced for good.
 
-    `chunk_of` maps id(parameter) to a chunk; `spills` says whether saved tensors leave RAM.
+    `chunk_of` maps id(parameter) to a chunk; `spills` says whether saved tensors leave RAM, those
+    that have `smallest_bytes` or more.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     count = _Count(chunk_bytes, chunk_names)
@@ -142,12 +158,16 @@ def simulate(
         }
         fake_args, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, (list(args), dict(kwargs)))
         watch = _Watch(count, storages)
-        for tensor in _tensors((fake_args, fake_kwargs)):
+        arguments = list(_tensors((fake_args, fake_kwargs)))
+        for tensor in arguments:
+            count.see_argument(tensor)
+        for tensor in arguments:
             watch.hold(tensor)
         for number, chunk in chunk_of.items():
             if number in fakes and fakes[number].requires_grad:
                 _watch_gradient(fakes[number], chunk, count)
-        with watch, torch.autograd.graph.saved_tensors_hooks(*_hooks(count, storages, spills)):
+        hooks = _hooks(count, storages, smallest_bytes if spills else None)
+        with watch, torch.autograd.graph.saved_tensors_hooks(*hooks):
             loss = _loss_of(model(*fake_args, **fake_kwargs))
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -159,6 +179,7 @@ def simulate(
         count.saved_bytes,
         count.rise_bytes,
         worst.moment,
+        count.kept_bytes,
     )
 
 
@@ -190,7 +211,7 @@ def _watch_gradient(parameter: Tensor, chunk: int, count: _Count) -> None:
     parameter.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
 
 
-def _hooks(count: _Count, managed: Mapping[int, int], spills: bool) -> tuple[Any, Any]:
+def _hooks(count: _Count, managed: Mapping[int, int], spills_from: int | None) -> tuple[Any, Any]:
     """Saved-tensor hooks that count, and forget what would be on disk."""
     seen: dict[int, weakref.ref[Any]] = {}
 
@@ -199,13 +220,17 @@ def _hooks(count: _Count, managed: Mapping[int, int], spills: bool) -> tuple[Any
         storage = tensor.untyped_storage()
         if storage._cdata in managed:
             return tensor
+        is_slice_of_data = count.bytes_of(storage) < storage.nbytes()
+        is_large = spills_from is not None and storage.nbytes() >= spills_from
+        is_spilled = is_large and not is_slice_of_data
         known = seen.get(storage._cdata)
         if known is None or known() is not storage:
             seen[storage._cdata] = weakref.ref(storage)
-            count.saved_bytes += storage.nbytes()
+            count.saved_bytes += count.bytes_of(storage)
+            count.kept_bytes += 0 if is_large else count.bytes_of(storage)
             if storage.nbytes() >= LOOK_BYTES:
                 count.look()
-        return _Shape(tensor) if spills else tensor
+        return _Shape(tensor) if is_spilled else tensor
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, _Shape):
@@ -231,9 +256,15 @@ def _loss_of(output: Any) -> Tensor | None:
     for tensor in _tensors(output):
         if not tensor.requires_grad or not tensor.is_floating_point():
             continue
-        term = tensor if tensor.numel() == 1 else tensor.log_softmax(-1).sum()
-        total = term.sum() if total is None else total + term.sum()
+        term = tensor.sum() if tensor.numel() <= 1 else _cross_entropy(tensor)
+        total = term if total is None else total + term
     return total
+
+
+def _cross_entropy(logits: Tensor) -> Tensor:
+    """Of all losses in use, the one that holds most beside its input."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    return F.cross_entropy(rows, torch.zeros(rows.shape[0], dtype=torch.long))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -47,6 +47,8 @@ class Footprint:
     """The most that torch takes between two looks at the budget."""
     moment: str
     """The function and the parameters of the worst moment."""
+    kept_bytes: int = 0
+    """Of what is saved, what cannot go to disk: too small, or nothing may."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ class Plan:
         return len(self.units)
 
     @property
+    def uses_disk(self) -> bool:
+        """Whether anything may go to disk."""
+        return "disk" in (*self.placement.values(), self.activations)
+
+    @property
     def minimum_ram(self) -> int:
         """The least `ram` with which this session runs, bytes."""
         return sum(self.items().values())
@@ -115,7 +122,7 @@ class Plan:
         gradient = 0 if in_ram["grads"] else max(params, default=0)
         update = self._updating(in_ram)
         updating = sum(update.values()) - update.get("activations", 0)
-        staging = 0 if all(in_ram.values()) else self.staging_bytes
+        staging = self.staging_bytes if self.uses_disk else 0
         return resting + max(working + gradient, updating) + staging
 
     @property
@@ -138,7 +145,7 @@ class Plan:
         busiest = self._busiest(in_ram)
         items = {"torch itself": TORCH_GROWTH_BYTES}
         items |= {tag: resting.get(tag, 0) + busiest.get(tag, 0) for tag in resting | busiest}
-        if not all(in_ram.values()):
+        if self.uses_disk:
             items["staging"] = self.staging_bytes
         items["slack"] = int(SLACK_SHARE * sum(items.values()))
         return items
@@ -196,9 +203,11 @@ class Plan:
     def _updating(self, in_ram: dict[str, bool]) -> dict[str, int]:
         """The step: one chunk's parameters and gradients, and a piece of its states.
 
-        The first step makes the states: torch holds them too until they are in their slots.
+        The first step makes the states: torch holds them too until they are in their slots. A later
+        one is done by the next forward, when small activations are there that stay in RAM.
         """
         largest: dict[str, int] = {}
+        kept = self.footprint.kept_bytes if self.footprint and self.activations == "disk" else 0
         for unit in self.units:
             grads = _page(unit.param_bytes)
             piece = min(grads, _page(self.piece_bytes))
@@ -207,7 +216,7 @@ class Plan:
                 "params": 0 if in_ram["params"] else _page(unit.param_bytes),
                 "grads": 0 if in_ram["grads"] else grads,
                 "optimizer state": 0 if in_ram["optimizer_state"] else new,
-                "activations": max(ACTIVATION_BYTES, new + piece * self.num_temporaries),
+                "activations": max(ACTIVATION_BYTES, max(new, kept) + piece * self.num_temporaries),
             }
             largest = max(largest, items, key=lambda item: sum(item.values()))
         return largest
