@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from zeepo import config
-from zeepo.config import INTERNAL_VARIABLES, OPTION_NAMES, Options, resolve_options
+from zeepo.config import (
+    INTERNAL_VARIABLES,
+    OPTION_NAMES,
+    Options,
+    launched_ranks,
+    resolve_options,
+)
 from zeepo.errors import ConfigError, UnsupportedError
 from zeepo.units import GiB, MiB
 
@@ -16,11 +22,10 @@ from zeepo.units import GiB, MiB
 def resolve(
     environ: dict[str, str] | None = None,
     config_path: Path | None = None,
-    num_ranks: int | None = None,
     **keywords: object,
 ) -> Options:
     """`resolve_options` that never sees the variables of the machine the tests run on."""
-    return resolve_options(keywords, config_path, environ or {}, num_ranks=num_ranks)
+    return resolve_options(keywords, config_path, environ or {})
 
 
 @pytest.fixture
@@ -319,17 +324,11 @@ def test_unsupported_is_refused_by_name(name: str, value: object) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharding_over_ranks_is_refused(stage: int) -> None:
-    with pytest.raises(UnsupportedError, match=f"stage={stage} .*There are 2 ranks"):
-        resolve(stage=stage, num_ranks=2)
-    with pytest.raises(UnsupportedError, match=f"stage={stage} .*There are 2 ranks"):
-        resolve({"WORLD_SIZE": "2"}, stage=stage)
-
-
 def test_world_size_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE='many'"):
-        resolve({"WORLD_SIZE": "many"})
+        launched_ranks({"WORLD_SIZE": "many"})
+    assert launched_ranks({"WORLD_SIZE": "3"}) == 3
+    assert launched_ranks({}) == 1
 
 
 def test_the_script_that_only_adds_init_is_served() -> None:

@@ -10,6 +10,7 @@ from zeepo import errors
 EXPECTED = {
     "ZeepoError": Exception,
     "ConfigError": ValueError,
+    "RankError": ConnectionError,
     "BudgetError": MemoryError,
     "DiskError": OSError,
     "CorruptionError": OSError,

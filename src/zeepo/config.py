@@ -99,13 +99,11 @@ def resolve_options(
     keywords: Mapping[str, object],
     config_path: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
-    *,
-    num_ranks: int | None = None,
 ) -> Options:
     """Merge the three sources, check every value and return the session's options.
 
     `keywords` holds only what the caller gave: a keyword at its default value still overrides the
-    file and the variables. `environ` defaults to the process's; `num_ranks` to its WORLD_SIZE.
+    file and the variables. `environ` defaults to the process's.
     """
     environ = os.environ if environ is None else environ
     given: dict[str, _Given] = {}
@@ -118,7 +116,7 @@ def resolve_options(
     options = Options(**values)
     _check_disk(options, given)
     _check_devices(options, given)
-    _refuse_unsupported(options, given, _num_ranks(environ) if num_ranks is None else num_ranks)
+    _refuse_unsupported(options, given)
     return options
 
 
@@ -357,7 +355,8 @@ def _check_devices(options: Options, given: Mapping[str, _Given]) -> None:
             )
 
 
-def _num_ranks(environ: Mapping[str, str]) -> int:
+def launched_ranks(environ: Mapping[str, str]) -> int:
+    """How many ranks a launcher says it has started."""
     text = environ.get("WORLD_SIZE", "1")
     try:
         return _parse_count(text)
@@ -368,7 +367,7 @@ def _num_ranks(environ: Mapping[str, str]) -> int:
         ) from error
 
 
-def _refuse_unsupported(options: Options, given: Mapping[str, _Given], num_ranks: int) -> None:
+def _refuse_unsupported(options: Options, given: Mapping[str, _Given]) -> None:
     """Refuse by name what a later version will do. A feature that arrives removes its line."""
     unsupported: dict[str, tuple[bool, str]] = {
         "update": (options.update != "step", "Use update='step'"),

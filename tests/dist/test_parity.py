@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from tests.dist.ranks import Ranks
-from tests.dist.training import under_ddp, under_zeepo
+from tests.dist.training import (
+    under_ddp,
+    under_zeepo,
+    with_different_changes,
+    with_own_changes,
+    with_own_changes_plainly,
+)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -45,3 +51,17 @@ def test_clipping_is_the_same_in_every_stage(ranks: Ranks, tmp_path: Path) -> No
     norms = zip(plain[0]["seen"][1::2], of_stage[0][0]["seen"][1::2], strict=True)
     first_ddp, first_ours = next(iter(norms))
     assert abs(first_ddp - first_ours) <= 2 * 2**-23 * first_ddp
+
+
+@pytest.mark.parametrize(("stage", "where"), [(0, "ram"), (1, "disk"), (3, "ram"), (3, "disk")])
+def test_changes_by_hand_equal_ddp(ranks: Ranks, tmp_path: Path, stage: int, where: str) -> None:
+    plain = ranks.run(2, with_own_changes_plainly)
+    ours = ranks.run(2, with_own_changes, stage, str(tmp_path) if where == "disk" else None)
+    for rank in range(2):
+        expected = plain[rank]["values"]
+        assert [k for k in expected if ours[rank]["values"][k] != expected[k]] == []
+
+
+def test_different_changes_are_refused(ranks: Ranks) -> None:
+    for message in ranks.run(2, with_different_changes):
+        assert "layers.2 was changed to other values on rank 1 than on rank 0" in message

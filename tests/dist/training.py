@@ -100,3 +100,57 @@ def under_zeepo(stage: int, disk: str | None, placement: dict[str, str], **optio
     stats = session.stats()
     session.close()
     return {"seen": seen, "values": digest(model, optimizer), "stats": dict(stats)}
+
+
+def with_own_changes(stage: int, disk: str | None) -> dict[str, Any]:
+    """The user's code changes gradients and parameters by hand, the same way on every rank."""
+    model, optimizer = make(dist.get_rank())
+    with tuned(estimate=False, least_ram=disk is not None, piece_bytes=1 << 10):
+        session = zeepo.init(model, optimizer, stage=stage, disk=disk)
+    rank = dist.get_rank()
+    norms = []
+    for step in range(3):
+        loss_of(model, batch(step, rank)).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.add_(p.detach(), alpha=0.1)
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+        with torch.no_grad(), session.gathered(model.layers[1]):
+            model.layers[1].weight.mul_(0.9)
+        if rank == 0:
+            norms.append(model.embed.weight.norm().item())
+    session.close()
+    return {"values": digest(model, optimizer), "norms": norms}
+
+
+def with_own_changes_plainly() -> dict[str, Any]:
+    model, optimizer = make(0)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(3):
+        loss_of(wrapped, batch(step, dist.get_rank())).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.add_(p.detach(), alpha=0.1)
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+        with torch.no_grad():
+            model.layers[1].weight.mul_(0.9)
+    return {"values": digest(model, optimizer)}
+
+
+def with_different_changes() -> str:
+    """Each rank writes other values: refused by name."""
+    model, optimizer = make(0)
+    session = zeepo.init(model, optimizer, stage=3)
+    message = ""
+    try:
+        with torch.no_grad():
+            model.layers[2].weight.fill_(float(dist.get_rank()))
+    except zeepo.RankError as error:
+        message = str(error)
+    dist.barrier()
+    session.close()
+    return message

@@ -12,10 +12,9 @@ Everything runs in the thread that calls it; only the tiers' own threads move by
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -29,7 +28,6 @@ from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
 from zeepo.memory.budget import RamBudget
 from zeepo.memory.ledger import Reservation
-from zeepo.memory.mapping import address_of
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
@@ -44,9 +42,9 @@ class ChunkStore:
     def __init__(self, pool: BufferPool, *, prefetch: bool = True, guaranteed_bytes: int = 0):
         self.pool = pool
         self.ledger = pool.ledger
-        self._moves = Moves(pool, guaranteed_bytes)
-        self.trace = self._moves.trace
-        self.counters = self._moves.counters
+        self.moves = Moves(pool, guaranteed_bytes)
+        self.trace = self.moves.trace
+        self.counters = self.moves.counters
         self._prefetch_enabled = prefetch
         self.lock = threading.RLock()
         self._owner_pid = os.getpid()
@@ -54,7 +52,7 @@ class ChunkStore:
         self._is_closing = False
         self.budget: RamBudget | None = None
         """Moves the ledger's limit; without one the limit stays where it is."""
-        self._moves.relieve = self._relieve
+        self.moves.relieve = self._relieve
         self.lost: list[tuple[str, Exception]] = []
         """While closing: slots whose bytes could not be brought back, and why."""
 
@@ -65,11 +63,11 @@ class ChunkStore:
         with self.lock:
             chunk = Chunk(self._next_key, kind, label, layout, home)
             self._next_key += 1
-            self._moves.chunks[chunk.key] = chunk
+            self.moves.chunks[chunk.key] = chunk
             return chunk
 
     def chunks(self) -> list[Chunk]:
-        return list(self._moves.chunks.values())
+        return list(self.moves.chunks.values())
 
     def adopt(
         self, chunk: Chunk, index: int, storage: torch.UntypedStorage, *, copy: bool = False
@@ -90,12 +88,12 @@ class ChunkStore:
                 if copy or self._is_tight(chunk):
                     self._take_buffer(chunk)
                 if chunk.buffer is not None and not chunk.raw_holds:
-                    self._moves.settle(chunk)
+                    self.moves.settle(chunk)
                     chunk.move_into_buffer(index, storage)
                 else:
                     if self.budget is not None:
                         self.budget.hand_over(slot.nbytes)
-                    self._moves.make_ledger_room(slot.nbytes)
+                    self.moves.make_ledger_room(slot.nbytes)
                     chunk.own_memory[index] = self.ledger.reserve(chunk.kind.value, slot.nbytes)
                 chunk.storages[index] = storage
                 chunk.is_resident = True
@@ -115,7 +113,7 @@ class ChunkStore:
         if chunk.home is None or not chunk.is_empty or chunk.buffer is not None:
             return
         with contextlib.suppress(BudgetError):  # no room for all slots at once: one by one then
-            self._moves.make_buffer_room(chunk.layout.nbytes)
+            self.moves.make_buffer_room(chunk.layout.nbytes)
             chunk.buffer = self.pool.acquire(chunk.layout.nbytes, chunk.kind.value)
 
     def attach_lower(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
@@ -126,45 +124,10 @@ class ChunkStore:
         chunk.lower_version = chunk.version
         chunk.expected_writes = chunk.extent.num_writes
 
-    def wait_for_loans_by(self, wait: Callable[[], bool]) -> None:
-        """What to do when nothing can leave because other ranks have borrowed it."""
-        self._moves.wait_for_loan = wait
-
-    def copy_resident(self, chunk: Chunk, target: memoryview) -> None:
-        """Copy a chunk that is here, or on its way, without a lease."""
-        with self.lock:
-            self._moves.finish_fetch(chunk)
-            start = address_of(target)
-            for offset, memory in chunk.pieces():
-                ctypes.memmove(start + offset, address_of(memory), memory.nbytes)
-
-    def rest_on(self, chunk: Chunk, tier: Tier) -> None:
-        """From now on a chunk rests on another tier, which holds its bytes already."""
-        with self.lock:
-            self._end_write(chunk)
-            if chunk.extent is not None and chunk.home is not None:
-                chunk.home.free(chunk.extent)
-            chunk.home = tier
-            chunk.extent = tier.allocate(chunk.label, chunk.layout.nbytes, chunk.layout.describe)
-            chunk.expected_writes = chunk.extent.num_writes
-            chunk.lower_version = chunk.version
-            self._moves.evict(chunk)
-
-    def forget_copy(self, chunk: Chunk) -> None:
-        """The lower tier has newer bytes: what is here is let go, and fetched again when used."""
-        with self.lock:
-            if chunk.extent is None:
-                return
-            chunk.version += 1
-            chunk.lower_version = chunk.version
-            chunk.expected_writes = chunk.extent.num_writes
-            if chunk.is_resident or chunk.fetching is not None:
-                self._moves.evict(chunk)
-
     def evict(self, chunk: Chunk) -> None:
         """Send a chunk down now."""
         with self.lock:
-            self._moves.evict(chunk)
+            self.moves.evict(chunk)
 
     def drop(self, chunk: Chunk, index: int) -> None:
         """Forget what a slot holds; its storage loses its memory."""
@@ -173,7 +136,7 @@ class ChunkStore:
                 return
             self._end_write(chunk)
             with contextlib.suppress(DiskError):  # nobody will ask for it
-                self._moves.finish_fetch(chunk)
+                self.moves.finish_fetch(chunk)
             chunk.clear_slot(index)
             chunk.storages[index] = None
             if chunk.is_empty:
@@ -262,9 +225,9 @@ class ChunkStore:
             try:
                 self.look_at_budget()
                 for chunk in chunks:
-                    self._moves.start_fetch(chunk)
+                    self.moves.start_fetch(chunk)
                 for chunk in chunks:
-                    self._moves.finish_fetch(chunk)
+                    self.moves.finish_fetch(chunk)
                 is_new = [self.trace.access(c.key) for c in chunks if not c.is_empty]
                 if any(is_new):
                     self.read_ahead()
@@ -279,7 +242,7 @@ class ChunkStore:
         with self.lock:
             self.budget.look()
             if self.ledger.used_bytes > (self.ledger.limit_bytes or 0):
-                self._moves.shrink_to_limit()
+                self.moves.shrink_to_limit()
 
     def _relieve(self, nbytes: int) -> bool:
         """No chunk can leave: saved activations may."""
@@ -297,17 +260,17 @@ class ChunkStore:
             if self.budget is not None and not self._is_closing:
                 self.budget.expect(nbytes)
                 with contextlib.suppress(BudgetError):
-                    self._moves.make_ledger_room(nbytes)
+                    self.moves.make_ledger_room(nbytes)
 
     def movable_bytes(self) -> int:
         """What could leave RAM now."""
-        chunks = self._moves.chunks.values()
+        chunks = self.moves.chunks.values()
         movable = [c.resident_bytes for c in chunks if c.home is not None and not c.leases]
         return sum(movable) + self.pool.idle_bytes
 
     def wait(self, future: Future[None]) -> None:
         """Wait for a transfer of somebody else's, and count the time."""
-        self._moves.wait(future)
+        self.moves.wait(future)
 
     @property
     def is_closing(self) -> bool:
@@ -316,7 +279,7 @@ class ChunkStore:
 
     def has_leases(self) -> bool:
         """Whether somebody holds a lease for long: an address in use, a gathered block."""
-        return any(chunk.leases for chunk in self._moves.chunks.values())
+        return any(chunk.leases for chunk in self.moves.chunks.values())
 
     def make_ready(self, chunks: Iterable[Chunk]) -> None:
         """Do what has to be done before chunks are used."""
@@ -329,7 +292,7 @@ class ChunkStore:
         with self.lock:
             if self._prefetch_enabled:
                 with contextlib.suppress(DiskError):
-                    self._moves.prefetch()
+                    self.moves.prefetch()
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         """Give leases back."""
@@ -342,7 +305,7 @@ class ChunkStore:
                 chunk.leases -= 1
                 if chunk.leases == 0 and self._prefetch_enabled:
                     with contextlib.suppress(DiskError):  # tried again, aloud, at its eviction
-                        self._moves.write_early(chunk)
+                        self.moves.write_early(chunk)
 
     def check_process(self) -> None:
         """Threads do not survive a fork, so a child can neither read nor wait."""
@@ -356,19 +319,19 @@ class ChunkStore:
     def check_room_for(self, chunks: Sequence[Chunk]) -> None:
         """Raise `BudgetError`, before anything is moved, unless chunks can be resident at once."""
         with self.lock:
-            message = too_much_at_once(self._moves.chunks.values(), self.ledger, chunks)
+            message = too_much_at_once(self.moves.chunks.values(), self.ledger, chunks)
             if message is not None:
                 raise BudgetError(message)
 
     def make_room(self, nbytes: int) -> None:
         """Evict until torch may take `nbytes` more; BudgetError when leases forbid it."""
         with self.lock:
-            self._moves.make_ledger_room(nbytes)
+            self.moves.make_ledger_room(nbytes)
 
     def _end_write(self, chunk: Chunk) -> None:
         """Let a write end whose outcome does not matter: the bytes are here, or not wanted."""
         with contextlib.suppress(DiskError):
-            self._moves.settle(chunk)
+            self.moves.settle(chunk)
 
     def begin_closing(self) -> None:
         """Every lease is over, nothing is read ahead, and what cannot be read is given up.
@@ -380,20 +343,11 @@ class ChunkStore:
             self.look_at_budget()
             self._is_closing = True
             self._prefetch_enabled = False
-            self._moves.must_have_room = True
-            for chunk in self._moves.chunks.values():
+            self.moves.must_have_room = True
+            for chunk in self.moves.chunks.values():
                 chunk.leases = 0
                 if chunk.raw_holds:
                     chunk.home = None
-
-    def drop_parts(self) -> None:
-        """At the very end: parts of wholes that the user has got back."""
-        with self.lock:
-            for chunk in self._moves.chunks.values():
-                if chunk.is_part:
-                    chunk.leases = 0
-                    for index, _ in chunk.present():
-                        self.drop(chunk, index)
 
     def give_up(self, chunks: Iterable[Chunk], error: Exception) -> None:
         """While closing: the current values of these chunks cannot be had any more."""
@@ -401,16 +355,16 @@ class ChunkStore:
             for chunk in chunks:
                 self._end_write(chunk)
                 with contextlib.suppress(DiskError):
-                    self._moves.finish_fetch(chunk)
+                    self.moves.finish_fetch(chunk)
                 self.lost += [(name, error) for name in give_up(chunk, is_stale=True)]
                 chunk.clear()
 
     def abandon(self) -> None:
         """The very end: no transfer is under way, and no storage is the store's any more."""
-        for chunk in self._moves.chunks.values():
+        for chunk in self.moves.chunks.values():
             for future in (chunk.writing, chunk.fetching):
                 if future is not None:
-                    self._moves.finish_quietly(future)
+                    self.moves.finish_quietly(future)
             chunk.writing = chunk.fetching = None
             error = InternalError(f"{chunk.label} was not given back")
             self.lost += [(name, error) for name in give_up(chunk)]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zeepo.chunks.storages import is_exclusive, new_storage, num_users, take_memory
 from zeepo.chunks.store import Chunk, ChunkStore
+from zeepo.chunks.wholes import forget_copy
 from zeepo.engine.managed import (
     Home,
     Manager,
@@ -102,7 +103,7 @@ class Gradients:
         for key in reduced:
             with_gradient = set().union(*present[key])
             grads = self._chunk_for(slots[key][0])
-            self._store.forget_copy(grads)
+            forget_copy(self._store, grads)
             for home in slots[key]:
                 self._drop_contribution(home)
                 if home.grad is None and home.index in with_gradient:

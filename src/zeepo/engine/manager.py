@@ -7,7 +7,6 @@ the data. It owns the store and the table of storages; it knows nothing of optim
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from zeepo.chunks.layout import Layout, pack
 from zeepo.chunks.storages import address, fills_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.engine.assembly import PartsTier
 from zeepo.engine.backward import NodeLeases, tensors_in
 from zeepo.engine.copies import Copies
 from zeepo.engine.gradients import Gradients
@@ -31,8 +29,10 @@ from zeepo.engine.managed import (
     write_autograd_grad,
 )
 from zeepo.engine.ranks import Ranks
+from zeepo.engine.raw_leases import RawLeases
 from zeepo.engine.reduction import Reduction
 from zeepo.engine.sharded import Sharded
+from zeepo.engine.shards import GatherTier
 from zeepo.engine.split_gradients import SplitGradients
 from zeepo.engine.torch_functions import Function
 from zeepo.errors import UnsupportedError
@@ -63,8 +63,7 @@ class Manager:
         self._split_gradients: SplitGradients | None = None
         self.node_leases = NodeLeases(store, self.by_storage)
         self.copies = Copies(store)
-        self._until_step: list[Chunk] = []
-        self._ended_raw_leases: deque[Chunk] = deque()
+        self.raw_leases = RawLeases(store)
         self._hook_handles: dict[int, Any] = {}
         """id(parameter) -> the handle of the hook that takes its gradients over."""
 
@@ -191,8 +190,7 @@ class Manager:
     def run(self, func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
         """Call `func` with the chunks of its managed arguments leased."""
         self.node_leases.give_back_stale()
-        if self._ended_raw_leases:
-            self._drain_raw_leases()
+        self.raw_leases.end_those_of_the_dead()
         self.copies.count_out_ended()
         if self._split_gradients is not None:
             result = self._split_gradients.run(func, args, kwargs, managed)
@@ -258,7 +256,13 @@ class Manager:
             written = {id(t) for t in tensors_in(args[0])}
         for tensor, home, before in zip(managed, homes, versions, strict=True):
             if id(tensor) in written or _version(tensor) != before:
-                self.store.mark_changed(home.chunk)
+                self._mark_changed(home.chunk)
+
+    def _mark_changed(self, chunk: Chunk) -> None:
+        if self.ranks is not None and isinstance(chunk.home, GatherTier):
+            self.ranks.whole_changed(chunk)
+        else:
+            self.store.mark_changed(chunk)
 
     # -- what managed tensors ask -----------------------------------------------------------------
 
@@ -269,48 +273,14 @@ class Manager:
         self.gradients.write(home, value)
 
     def lease_for_life_of(self, home: Home, obj: object) -> None:
-        """Keep a chunk resident while `obj` lives; it may be written through `obj`."""
-        self._refuse_raw_access_in_pieces(home)
-        self.store.lease([home.chunk])
-        home.chunk.raw_holds += 1
-        # Garbage is collected in any thread, also one we wait for: only note it there.
-        weakref.finalize(obj, self._ended_raw_leases.append, home.chunk)
-
-    def _end_raw_lease(self, chunk: Chunk) -> None:
-        chunk.raw_holds -= 1
-        if chunk.leases > 0:
-            self.store.mark_changed(chunk)
-            self.store.release([chunk])
+        self.raw_leases.for_life_of(home, obj)
 
     def lease_until_step(self, home: Home) -> None:
-        """Keep a chunk resident until the next optimizer step; it may be written meanwhile."""
-        self._refuse_raw_access_in_pieces(home)
-        if not any(chunk is home.chunk for chunk in self._until_step):
-            self.store.lease([home.chunk])
-            home.chunk.raw_holds += 1
-            self._until_step.append(home.chunk)
+        self.raw_leases.until_step(home)
 
     def lease_for_running_function(self, home: Home) -> bool:
         """Lease until the user's autograd.Function that backward runs is done; whether one runs."""
         return self.node_leases.attach_to_running(home.chunk)
-
-    @staticmethod
-    def _refuse_raw_access_in_pieces(home: Home) -> None:
-        if isinstance(home.chunk.home, PartsTier):
-            raise UnsupportedError(
-                f"{home.name} is large and kept in pieces: it has no address of its own that could "
-                "be given to numpy, dlpack or C. Use a copy: .clone()."
-            )
-
-    def _drain_raw_leases(self) -> None:
-        while self._ended_raw_leases:
-            self._end_raw_lease(self._ended_raw_leases.popleft())
-
-    def end_raw_leases(self) -> None:
-        self._drain_raw_leases()
-        for chunk in self._until_step:
-            self._end_raw_lease(chunk)
-        self._until_step.clear()
 
     def replace_data(self, home: Home, tensor: Tensor, value: Tensor) -> None:
         """`tensor.data = value`: the values (and strides) of `value` go into the slot."""
@@ -339,7 +309,7 @@ class Manager:
                 setter.__set__(tensor, alias)
                 if home.parameter is tensor or home_of(tensor) is home:
                     home.plain = alias
-                self.store.mark_changed(home.chunk)
+                self._mark_changed(home.chunk)
         finally:
             self.store.release([home.chunk])
 
@@ -355,7 +325,7 @@ class Manager:
     def stop_watching(self) -> None:
         """Take in the last gradients; no more are expected."""
         self.node_leases.give_back_stale()
-        self.end_raw_leases()
+        self.raw_leases.end_all()
         for handle in self._hook_handles.values():
             handle.remove()
         for home in self.homes.values():

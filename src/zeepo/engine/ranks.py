@@ -21,15 +21,20 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 import xxhash
+from torch.optim import Optimizer
 
 from zeepo.chunks.layout import pack
 from zeepo.chunks.storages import memory_of, new_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.chunks.wholes import forget_copy, rest_on
+from zeepo.config import launched_ranks
 from zeepo.engine.managed import Home
 from zeepo.engine.sharded import Sharded, Stages, Subject
 from zeepo.engine.shards import KIND_NAMES, KINDS, GatherTier, Offers, key_of
+from zeepo.errors import RankError, UnsupportedError
 from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Tier
+from zeepo.optim.catalogue import Grain, grain_of
 from zeepo.sharding.network import Network
 from zeepo.sharding.ranges import split
 from zeepo.sharding.requests import PeerFuture, Wanted
@@ -59,6 +64,7 @@ class Ranks:
         self.is_local = 0
         """How many `no_sync` blocks we are in."""
         self._staging: Buffer | None = None
+        self._to_refresh: list[Sharded] = []
         self.network.meet(Subject.START)
 
     # -- at init ----------------------------------------------------------------------------------
@@ -79,7 +85,7 @@ class Ranks:
                 finally:
                     self._store.release([whole])
                 self.offers.offer(Kind.PARAM, whole.label, 0, tier.shard, sharded.own.low)
-            self._store.rest_on(whole, tier)
+            rest_on(self._store, whole, tier)
         return sharded
 
     def take_staging(self, nbytes: int) -> None:
@@ -156,37 +162,71 @@ class Ranks:
         self._num_exchanges += 1
         self.network.collect(subject, self._num_exchanges, b"", what)
 
+    def whole_changed(self, whole: Chunk) -> None:
+        """The user changed a whole that is split (leased): all ranks must have done the same.
+
+        Only then may shards change: until all have come here, somebody may need the old values.
+        """
+        tier = whole.home
+        assert isinstance(tier, GatherTier)
+        hasher = xxhash.xxh3_128()
+        for _, memory in whole.pieces():
+            hasher.update(memory)
+        self._num_exchanges += 1
+        told = self.network.collect(
+            Subject.CHANGE, self._num_exchanges, hasher.digest(), f"a change of {whole.label}"
+        )
+        differing = [rank for rank in range(self.num_ranks) if told[rank] != told[0]]
+        if differing:
+            raise RankError(
+                f"{whole.label} was changed to other values on rank {differing[0]} than on rank 0. "
+                "A change outside optimizer.step() has to be the same on every rank: use the same "
+                "random seed, or send one rank's values to all (torch.distributed.broadcast)."
+            )
+        tier.write_to_shard(whole.pieces())
+        tier.version += 1
+        if tier.shard is not None:
+            self.offers.offer(whole.kind, tier.label, tier.version, tier.shard, tier.own.low)
+        whole.version += 1
+        whole.lower_version = whole.version
+
     # -- the step ---------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """All ranks are here: from now on values may change."""
         self.num_steps += 1
         self.network.position = (self.num_steps, 3)
-        self._forget_copies_under_way()
+        self._settle_copies()
         self.network.collect(
             Subject.STEP, self.num_steps, struct.pack("<q", self.num_steps), "optimizer.step"
         )
 
-    def _forget_copies_under_way(self) -> None:
-        """Nobody may ask for the old values any more once all are in the step."""
+    def _settle_copies(self) -> None:
+        """What was changed in a whole goes to its shard, and no old value is on its way any more:
+        once all are in the step nobody may ask for it."""
         for sharded in self.sharded.values():
-            if sharded.param is not None and sharded.whole.fetching is not None:
-                self._store.evict(sharded.whole)
+            whole = sharded.whole
+            is_unsettled = whole.fetching is not None or (whole.is_resident and whole.is_dirty)
+            if sharded.param is not None and is_unsettled and not whole.leases:
+                self._store.evict(whole)
 
     def updated(self, sharded: Sharded) -> None:
         """Our range of a PARAM chunk has its new values."""
         sharded.version += 1
         if sharded.param is not None:
-            sharded.param.version = sharded.version
+            sharded.param.version += 1
             if sharded.param.shard is not None:
                 self.offers.offer(
                     Kind.PARAM,
                     sharded.label,
-                    sharded.version,
+                    sharded.param.version,
                     sharded.param.shard,
                     sharded.own.low,
                 )
-            self._store.forget_copy(sharded.whole)
+            if sharded.whole.leases:
+                self._to_refresh.append(sharded)
+            else:
+                forget_copy(self._store, sharded.whole)
         elif self.stages.splits(Kind.STATE):
             self.offers.offer(Kind.PARAM, sharded.label, sharded.version, sharded.whole)
 
@@ -225,6 +265,16 @@ class Ranks:
         self._store.mark_changed(whole)
 
     def end_step(self) -> None:
+        """Wholes that somebody holds by their address get the new values where they are."""
+        for sharded in self._to_refresh:
+            whole = sharded.whole
+            assert whole.buffer is not None
+            assert whole.extent is not None
+            assert sharded.param is not None
+            sharded.param.read(whole.extent, whole.buffer.memory).result()
+            whole.version += 1
+            whole.lower_version = whole.version
+        self._to_refresh.clear()
         self.network.position = (self.num_steps, 1)
 
     # -- the end ----------------------------------------------------------------------------------
@@ -244,6 +294,20 @@ def find_num_ranks() -> int:
     """How many processes train together: what torch.distributed or its launcher says."""
     if not dist.is_available():
         return 1
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not dist.is_initialized() and launched_ranks(os.environ) > 1:
         dist.init_process_group("gloo")
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def choose_stage(wanted: int | str, optimizers: Sequence[Optimizer]) -> int:
+    """The stage to use; the highest by default, where the optimizers can be split."""
+    unsplittable = [o for o in optimizers if grain_of(o) is not Grain.ELEMENT]
+    if wanted == "auto":
+        return 0 if unsplittable else 3
+    if wanted != 0 and unsplittable:
+        raise UnsupportedError(
+            f"stage={wanted}: {type(unsplittable[0]).__name__} needs whole parameters: its state "
+            "cannot be split over the ranks by this version. Use stage=0, or an optimizer of "
+            "torch.optim that treats every element alike (AdamW, SGD, ...)."
+        )
+    return int(wanted)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zeepo.chunks.layout import pack
 from zeepo.chunks.losses import loss_message
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.chunks.wholes import drop_parts
 from zeepo.config import Options, resolve_options
 from zeepo.engine.activations import Activations
 from zeepo.engine.adoption import (
@@ -30,7 +31,7 @@ from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager
-from zeepo.engine.ranks import Ranks, find_num_ranks
+from zeepo.engine.ranks import Ranks, choose_stage, find_num_ranks
 from zeepo.engine.recompute import Recompute
 from zeepo.engine.regions import Regions
 from zeepo.engine.stats import Stats, collect_stats
@@ -131,7 +132,7 @@ class Session:
         self._ends_of_backward = EndsOfBackward(self._after_backward)
         if find_num_ranks() == 1:
             return None
-        stage = 3 if options.stage == "auto" else options.stage
+        stage = choose_stage(options.stage, self._optimizers)
         ranks = Ranks(self._store, stage, self._home_tiers())
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
@@ -206,7 +207,7 @@ class Session:
                 self._manager.adopt_chunk(name, [(name, p)])
 
     def _after_step(self) -> None:
-        self._manager.end_raw_leases()
+        self._manager.raw_leases.end_all()
         if self._activations is not None:
             self._activations.clear_up()
         self._store.trace.end_step()
@@ -321,7 +322,7 @@ class Session:
         failure: DiskError | None = None
         with self._interrupts.held():
             try:
-                self._manager.end_raw_leases()
+                self._manager.raw_leases.end_all()
                 self._closing.begin()
                 self._allowance.close()
                 self._recompute.remove()  # before the regions: both patch classes, this one last
@@ -336,7 +337,7 @@ class Session:
                 self._closing.settle_all()
                 if self._ranks is not None:
                     self._ranks.meet_at_close("close")
-                    self._store.drop_parts()
+                    drop_parts(self._store)
                 for step in self._steps:
                     step.states.give_back()
                 self._manager.give_back()

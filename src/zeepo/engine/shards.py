@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.chunks.wholes import copy_resident
 from zeepo.errors import InternalError
 from zeepo.memory.mapping import address_of
 from zeepo.memory.tier import Describe, Extent
@@ -58,7 +59,7 @@ class Offers:
         self._is_staging_busy = False
         self._num_loans = 0
         network.provider = self._provide
-        store.wait_for_loans_by(self.wait_for_loan)
+        store.moves.wait_for_loan = self.wait_for_loan
 
     def use_staging(self, memory: memoryview) -> None:
         """Room to read what is on disk into."""
@@ -171,7 +172,7 @@ class GatherTier:
         self._kind = kind
         self.label = label
         self._ranges = ranges
-        self._own = ranges[network.rank]
+        self.own = ranges[network.rank]
         self.version = 0
         """The version that is asked for."""
         self.shard: Chunk | None = None
@@ -192,7 +193,7 @@ class GatherTier:
             )
             self._network.pull(peer, wanted, target[part.low : part.high], future)
         if has_own:
-            self._read_own(target[self._own.low : self._own.high], future)
+            self._read_own(target[self.own.low : self.own.high], future)
         return future
 
     def _read_own(self, target: memoryview, future: PeerFuture) -> None:
@@ -204,7 +205,7 @@ class GatherTier:
             reading = shard.home.read(shard.extent, target)
             reading.add_done_callback(lambda done: future.part_done(done.exception()))
             return
-        self._store.copy_resident(shard, target)
+        copy_resident(self._store, shard, target)
         future.part_done()
 
     def write(self, extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> Future[None]:
@@ -222,7 +223,7 @@ class GatherTier:
         self._store.lease([self.shard])
         try:
             ((_, here),) = self.shard.pieces()
-            copy_into(here, cut_out(pieces, self._own.low, self._own.high))
+            copy_into(here, cut_out(pieces, self.own.low, self.own.high))
             self._store.mark_changed(self.shard)
         finally:
             self._store.release([self.shard])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeepo.chunks.store import ChunkStore
+from zeepo.chunks.wholes import forget_copy
 from zeepo.engine.managed import Home, home_of, plain_torch
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.reduction import Reduction
@@ -100,7 +101,7 @@ class SplitGradients:
                 self._store.release([shard])
         self._norms.clear()
         self._reduction.gradient_changed(sharded)
-        self._store.forget_copy(home.chunk)
+        forget_copy(self._store, home.chunk)
         with plain_torch():
             torch.autograd.graph.increment_version([grad])
         return None if isinstance(args[0], (list, tuple)) else grad
@@ -160,20 +161,22 @@ class SplitGradients:
         try:
             with torch.no_grad(), plain_torch():
                 norm: Tensor = torch.linalg.vector_norm(self._part_tensor(home, sharded), order)
-                return float(norm)
+                return norm.item()
         finally:
             self._store.release([sharded.grad.shard])
 
 
 def joined_norm(parts: Sequence[float], order: float) -> float:
     """The norm of a whole from the norms of its parts, in the order of the ranks."""
+    if any(math.isnan(part) for part in parts):
+        return math.nan
     if math.isinf(order):
         return max(parts)
     if order == 1.0:
         return sum(parts)
     if order == 2.0:
         return math.sqrt(sum(part * part for part in parts))
-    return sum(part**order for part in parts) ** (1.0 / order)
+    return float(sum(part**order for part in parts) ** (1.0 / order))
 
 
 def covers(tensor: Tensor, home: Home) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from zeepo.chunks.layout import Cut, Layout, cut_into_pieces, pack
 from zeepo.chunks.storages import address, is_exclusive, new_storage, take_memory
 from zeepo.chunks.store import Chunk, Kind
+from zeepo.chunks.wholes import forget_copy
 from zeepo.engine.assembly import Part, PartsTier, RemotePart, RemoteParts
 from zeepo.engine.gradients import forget
 from zeepo.engine.managed import (
@@ -246,7 +247,7 @@ class States:
             if key == chunk.key:
                 ranks.offers.offer(Kind.STATE, state.label, sharded.version, state)
         for whole in self.assembled(chunk):
-            self._store.forget_copy(whole)
+            forget_copy(self._store, whole)
 
     def settle_wholes(self, chunk: Chunk) -> None:
         """Before pieces change: what the user wrote into an assembled whole goes to its pieces."""

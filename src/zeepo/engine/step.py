@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from zeepo.chunks.store import Chunk
 from zeepo.engine.managed import Home, home_of, plain_torch, read_autograd_grad
 from zeepo.engine.manager import Manager
+from zeepo.engine.ordinary_context import is_ordinary_context, ordinary_context
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.sharded import Sharded
 from zeepo.engine.states import States
@@ -35,8 +36,6 @@ from zeepo.engine.update import (
     ChunkUpdate,
     Target,
     count_ahead,
-    is_ordinary_context,
-    ordinary_context,
 )
 from zeepo.optim.catalogue import Grain, grain_of, num_states_of, num_temporaries_of
 from zeepo.optim.shadow import Recipe, State, take_recipe
@@ -75,6 +74,7 @@ class OptimizerStep:
         self.finish_put_off()
         ranks = self._manager.ranks
         if ranks is not None:
+            self._manager.raw_leases.end_all()
             ranks.begin_step()
         by_chunk, odd = self._collect()
         recipe = take_recipe(self.optimizer)

@@ -8,14 +8,12 @@ does to the optimizer afterwards changes it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zeepo.chunks.layout import Cut
 from zeepo.chunks.store import Chunk
@@ -355,31 +353,6 @@ def count_ahead(recipe: Recipe, targets: Sequence[Target]) -> None:
 
 def _to_count(value: Tensor) -> Tensor:
     return value.clone() if sabotaged("state.small") else value
-
-
-def is_ordinary_context() -> bool:
-    """Whether nothing around the caller changes what torch's functions do."""
-    return (
-        not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
-    )
-
-
-@contextlib.contextmanager
-def ordinary_context() -> Iterator[None]:
-    """As if no mode were on, whatever the user's code is in the middle of."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        _disable_current_modes(),
-        torch._C._DisableFuncTorch(),
-        torch._C.DisableTorchFunction(),
-    ):
-        yield
 
 
 def _run(tensor: Tensor, cut: Cut) -> Tensor:

@@ -131,3 +131,9 @@ class Link:
             except Exception as error:  # a broken connection, or a fault of ours: it is told
                 self._receiver.ended(self.peer, error)
                 return
+
+
+def first_words(error: Exception) -> str:
+    """What happened, without the file and line that torch's transport begins with."""
+    text = str(error).split("] ", 1)[-1]
+    return text.split(". ", 1)[0][:120]

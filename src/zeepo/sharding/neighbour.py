@@ -64,7 +64,7 @@ def read_memory(pid: int, places: Sequence[Place], target: memoryview) -> None:
     if libc is None:
         raise OSError("this system has no process_vm_readv")
     libc.process_vm_readv.restype = ctypes.c_ssize_t
-    here = torch.frombuffer(target, dtype=torch.uint8).data_ptr() if target.nbytes else 0
+    here = address_of(target)
     for batch in _batches(places):
         local = (_Vector * len(batch))(*(_Vector(here + p.offset, p.nbytes) for p in batch))
         remote = (_Vector * len(batch))(*(_Vector(p.address, p.nbytes) for p in batch))
@@ -93,3 +93,8 @@ def _batches(places: Sequence[Place]) -> Iterator[list[Place]]:
             nbytes += part.nbytes
     if batch:
         yield batch
+
+
+def address_of(memory: memoryview) -> int:
+    """Where writable bytes lie; 0 if there are none."""
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if memory.nbytes else 0

@@ -20,18 +20,16 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from zeepo.errors import RankError
-from zeepo.sharding.link import Link
+from zeepo.sharding.link import Link, first_words
 from zeepo.sharding.messages import Message, Topic
-from zeepo.sharding.neighbour import Place, allow_reading, host_name, read_memory
-from zeepo.sharding.requests import Counters, Loan, PeerFuture, Provider, Pull, Wanted
+from zeepo.sharding.neighbour import Place, address_of, allow_reading, host_name, read_memory
+from zeepo.sharding.requests import Counters, Loan, PeerFuture, Provider, Pull, Wanted, joined
 
 CHECK_SECONDS = 0.2
 POLL_SECONDS = 0.0005
@@ -125,7 +123,7 @@ class Network:
             if can_read:
                 self._lend(peer, message.identity, kind, loan)
             else:
-                memory = _joined(loan.pieces, high - low)
+                memory = joined(loan.pieces, high - low)
                 data = Message(Topic.DATA, message.identity, (kind,), memory.nbytes)
                 self._links[peer].post(data, memory, loan.give_back)
 
@@ -147,7 +145,7 @@ class Network:
         if is_gone:
             loan.give_back()
             return
-        places = [(offset, _address_of(memory), memory.nbytes) for offset, memory in loan.pieces]
+        places = [(offset, address_of(memory), memory.nbytes) for offset, memory in loan.pieces]
         table = memoryview(bytearray(array("q", [n for place in places for n in place]).tobytes()))
         self._links[peer].post(Message(Topic.LOAN, identity, (kind,), table.nbytes), table)
 
@@ -312,7 +310,7 @@ class Network:
             pull = self._pulls[message.identity]
         try:
             if sum(place.nbytes for place in places) < pull.target.nbytes:
-                ctypes.memset(_address_of(pull.target), 0, pull.target.nbytes)
+                ctypes.memset(address_of(pull.target), 0, pull.target.nbytes)
             read_memory(self._near[peer], places, pull.target)
         except OSError as error:
             self.ended(peer, error)
@@ -336,7 +334,7 @@ class Network:
         """Its link is over: what was asked of it fails, what was lent to it comes back."""
         reason = "it has closed its session"
         if error is not None:
-            reason = f"its connection broke ({_first_words(error)})"
+            reason = f"its connection broke ({first_words(error)})"
         with self._state:
             self._ended.setdefault(peer, reason)
             lost = [pull for pull in self._pulls.values() if pull.peer == peer]
@@ -355,7 +353,7 @@ class Network:
         """Find out which ranks share this host, by trying."""
         allow_reading()
         secret = bytearray(os.urandom(16))
-        address = _address_of(memoryview(secret))
+        address = address_of(memoryview(secret))
         card = struct.pack("<qq16s", os.getpid(), address, bytes(secret)) + host_name()
         cards = self.collect(subject, 0, card, "the start")
         for peer in self.peers:
@@ -382,23 +380,3 @@ class Network:
         deadline = time.monotonic() + self._patience_seconds
         joined = [link.join(deadline - time.monotonic()) for link in self._links.values()]
         return all(joined)
-
-
-def _first_words(error: Exception) -> str:
-    """What happened, without the file and line that torch's transport begins with."""
-    text = str(error).split("] ", 1)[-1]
-    return text.split(". ", 1)[0][:120]
-
-
-def _address_of(memory: memoryview) -> int:
-    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if memory.nbytes else 0
-
-
-def _joined(pieces: Sequence[tuple[int, memoryview]], nbytes: int) -> memoryview:
-    """The pieces as one run of bytes; without a copy where there is only one."""
-    if len(pieces) == 1 and pieces[0][1].nbytes == nbytes:
-        return pieces[0][1]
-    whole = bytearray(nbytes)
-    for offset, memory in pieces:
-        whole[offset : offset + memory.nbytes] = memory
-    return memoryview(whole)

@@ -93,3 +93,13 @@ class Counters:
     bytes_received: dict[str, int] = field(default_factory=dict)
     seconds_waited: dict[str, float] = field(default_factory=dict)
     """What was waited for (mostly a unit) -> seconds."""
+
+
+def joined(pieces: Sequence[tuple[int, memoryview]], nbytes: int) -> memoryview:
+    """The pieces as one run of bytes; without a copy where there is only one."""
+    if len(pieces) == 1 and pieces[0][1].nbytes == nbytes:
+        return pieces[0][1]
+    whole = bytearray(nbytes)
+    for offset, memory in pieces:
+        whole[offset : offset + memory.nbytes] = memory
+    return memoryview(whole)

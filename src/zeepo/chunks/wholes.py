@@ -1,0 +1,54 @@
+"""Wholes and parts: a chunk whose lower tier is other chunks, here or on other ranks."""
+
+from __future__ import annotations
+
+import ctypes
+
+from zeepo.chunks.chunk import Chunk
+from zeepo.chunks.store import ChunkStore
+from zeepo.memory.mapping import address_of
+from zeepo.memory.tier import Tier
+
+
+def rest_on(store: ChunkStore, whole: Chunk, tier: Tier) -> None:
+    """From now on a chunk rests on another tier, which holds its bytes already."""
+    with store.lock:
+        store.moves.settle(whole)
+        if whole.extent is not None and whole.home is not None:
+            whole.home.free(whole.extent)
+        whole.home = tier
+        whole.extent = tier.allocate(whole.label, whole.layout.nbytes, whole.layout.describe)
+        whole.expected_writes = whole.extent.num_writes
+        whole.lower_version = whole.version
+        store.moves.evict(whole)
+
+
+def forget_copy(store: ChunkStore, whole: Chunk) -> None:
+    """The lower tier has newer bytes: what is here is let go, and fetched again when used."""
+    with store.lock:
+        if whole.extent is None:
+            return
+        whole.version += 1
+        whole.lower_version = whole.version
+        whole.expected_writes = whole.extent.num_writes
+        if whole.is_resident or whole.fetching is not None:
+            store.moves.evict(whole)
+
+
+def copy_resident(store: ChunkStore, part: Chunk, target: memoryview) -> None:
+    """Copy a chunk that is here, or on its way, without a lease."""
+    with store.lock:
+        store.moves.finish_fetch(part)
+        start = address_of(target)
+        for offset, memory in part.pieces():
+            ctypes.memmove(start + offset, address_of(memory), memory.nbytes)
+
+
+def drop_parts(store: ChunkStore) -> None:
+    """At the very end: parts of wholes that the user has got back."""
+    with store.lock:
+        for chunk in store.chunks():
+            if chunk.is_part:
+                chunk.leases = 0
+                for index, _ in chunk.present():
+                    store.drop(chunk, index)
