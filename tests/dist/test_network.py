@@ -8,8 +8,7 @@ from tests.dist.network_programs import exchange
 from tests.dist.ranks import Ranks
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("near", [True, False], ids=["copied", "sent"])
+@pytest.mark.parametrize(("num_ranks", "near"), [(2, False), (3, True)], ids=["sent", "copied"])
 def test_ranks_get_what_they_ask_for(ranks: Ranks, num_ranks: int, near: bool) -> None:
     for answer in ranks.run(num_ranks, exchange, near):
         assert answer["is_right"]

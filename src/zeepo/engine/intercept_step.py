@@ -66,6 +66,7 @@ class StepInterception:
         arguments = () if closure is None else (closure,)
         loss = raw_step(type(optimizer))(optimizer, *arguments, **kwargs)
         self._step.take_in_states()
+        self._step.end_own_step()
         self._after_step()
         return loss
 

@@ -275,6 +275,8 @@ class Ranks:
             whole.version += 1
             whole.lower_version = whole.version
         self._to_refresh.clear()
+        if not self.stages.splits(Kind.STATE):  # others may still gather gradients for theirs
+            self.meet("the end of optimizer.step")
         self.network.position = (self.num_steps, 1)
 
     # -- the end ----------------------------------------------------------------------------------

@@ -153,6 +153,11 @@ class OptimizerStep:
         order = self._store.trace.first_use_order()
         return sorted(updates, key=lambda u: (order.get(u.chunk.key, len(order)), u.chunk.key))
 
+    def end_own_step(self) -> None:
+        """After an optimizer ran its own step on whole values."""
+        if self._manager.ranks is not None:
+            self._manager.ranks.end_step()
+
     # -- putting off ------------------------------------------------------------------------------
 
     def _put_off_all(self, recipe: Recipe, updates: Sequence[ChunkUpdate]) -> None:
