@@ -36,10 +36,12 @@ def init(
       if there is one.
     - activations: what autograd saves: "ram", "disk", "recompute"; default "auto": in RAM, and on
       disk when memory is short.
+    - stage: with several ranks, what is split over them: 0 nothing, 1 optimizer state, 2 gradients
+      too, 3 parameters too; default "auto": 3, or 0 for optimizers that need whole parameters.
     - progress: whether progress is shown on stderr; default "auto": when it is a terminal.
     - events: a file to which every event is appended, one JSON object per line; default: none.
 
-    Known, and refused by name until their time comes: stage, device_memory, precision, update,
+    Known, and refused by name until their time comes: device_memory, precision, update,
     durable, resume, and num_gpus above 1. zero_offload is accepted: it is what zeepo does.
     """
     global _session

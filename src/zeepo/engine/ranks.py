@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -65,6 +66,7 @@ class Ranks:
         """How many `no_sync` blocks we are in."""
         self._staging: Buffer | None = None
         self._to_refresh: list[Sharded] = []
+        self.network.on_silent = _say
         self.network.meet(Subject.START)
 
     # -- at init ----------------------------------------------------------------------------------
@@ -290,6 +292,10 @@ class Ranks:
         if self._staging is not None:
             self._staging.release()
             self._staging = None
+
+
+def _say(message: str) -> None:
+    print(f"zeepo: {message}", file=sys.stderr, flush=True)
 
 
 def find_num_ranks() -> int:

@@ -225,7 +225,7 @@ class Session:
     def stats(self) -> Stats:
         """What the session holds and has moved so far."""
         self._check_open("stats")
-        return collect_stats(self._store, self._pool, self._disk, self._activations)
+        return collect_stats(self._store, self._pool, self._disk, self._activations, self._ranks)
 
     @contextlib.contextmanager
     def gathered(self, target: nn.Module | Tensor | Sequence[Tensor]) -> Iterator[list[Tensor]]:

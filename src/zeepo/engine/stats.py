@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from zeepo.chunks.store import ChunkStore
 from zeepo.engine.activations import Activations
+from zeepo.engine.ranks import Ranks
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.pool import BufferPool
 
@@ -35,6 +36,11 @@ class Stats(Mapping[str, Any]):
     """Saved activations that were sent to disk."""
     activations_fetched: int = 0
     """And brought back."""
+    bytes_sent: Mapping[str, int] = field(default_factory=dict)
+    """With several ranks: kind -> bytes of this rank that others took."""
+    bytes_received: Mapping[str, int] = field(default_factory=dict)
+    seconds_waited_for_ranks: Mapping[str, float] = field(default_factory=dict)
+    """What was waited for, mostly a unit -> seconds."""
 
     def __getitem__(self, key: str) -> Any:
         if key not in self:
@@ -56,6 +62,7 @@ def collect_stats(
     pool: BufferPool,
     disk: DiskTier | None,
     activations: Activations | None = None,
+    ranks: Ranks | None = None,
 ) -> Stats:
     """The snapshot of this moment."""
     counters = store.counters
@@ -76,4 +83,7 @@ def collect_stats(
         seconds_waited=counters.seconds_waited,
         activations_spilled=activations.num_spilled if activations else 0,
         activations_fetched=activations.num_fetched if activations else 0,
+        bytes_sent=dict(ranks.network.counters.bytes_sent) if ranks else {},
+        bytes_received=dict(ranks.network.counters.bytes_received) if ranks else {},
+        seconds_waited_for_ranks=dict(ranks.network.counters.seconds_waited) if ranks else {},
     )
