@@ -123,6 +123,9 @@ def test_only_a_foretold_rise_may_have_more_than_its_share(process: Process) -> 
     assert process.budget._spill_slack() == 50 * MiB
     process.budget.prepare_for(60 * MiB)
     assert process.budget._slack() == process.budget._spill_slack() == 60 * MiB
+    process.budget.ram_bytes = 400 * MiB
+    process.budget.prepare_for(150 * MiB)
+    assert process.budget._slack() == process.budget._spill_slack() == 100 * MiB
 
 
 def test_the_ledger_keeps_its_floor_however_much_torch_takes(process: Process) -> None:

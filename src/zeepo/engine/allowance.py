@@ -51,6 +51,7 @@ class Allowance:
         refuse_too_little(self.plan, has_disk=self._has_disk)
         check_disk_limit(self.plan, options)
         self._excluded_bytes = self._find_excluded_bytes(models, optimizers)
+        self._refuse_what_the_system_lacks()
         self._store: ChunkStore | None = None
         self._requests: ReclaimRequests | None = None
         self._first_forward: FirstForward | None = None
@@ -69,6 +70,20 @@ class Allowance:
     def growth_bytes(self) -> int:
         """How much the process has grown, as `ram` counts it."""
         return resident_growth_bytes() - self._excluded_bytes
+
+    def _refuse_what_the_system_lacks(self) -> None:
+        """BudgetError now, rather than killed later, if there is less than the least that works."""
+        spare = spare_bytes()
+        if spare is None:
+            return
+        allowed = self.growth_bytes() + spare
+        if allowed < self.plan.minimum_ram:
+            raise BudgetError(
+                f"the machine, or the memory cgroup this process is in, leaves "
+                f"{format_bytes(max(0, allowed))}, whatever ram says: this session needs "
+                f"{format_bytes(self.plan.minimum_ram)}. Raise the cgroup's limit, or end what "
+                f"else uses its memory.\n{self.plan.explain()}"
+            )
 
     # -- following --------------------------------------------------------------------------------
 
@@ -123,6 +138,7 @@ class Allowance:
                 self._plan_for_batch(manager, model, args, kwargs)
                 tell(self.plan)
                 refuse_too_little(self.plan, has_disk=self._has_disk)
+                self._refuse_what_the_system_lacks()
 
             self._first_forward = FirstForward(models, act)
 

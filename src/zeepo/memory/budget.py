@@ -136,7 +136,8 @@ class RamBudget:
     def _slack_within(self, share: float) -> int:
         """A rise that was seen gets a share of `ram`; one that was foretold, and so is in the least
         budget, may have more."""
-        foretold = min(FIRST_SLACK_BYTES, self._foretold_bytes)
+        most = max(FIRST_SLACK_BYTES, int(SPILL_SLACK_SHARE * self.ram_bytes))
+        foretold = min(most, self._foretold_bytes)
         return min(self._slack_bytes, max(foretold, int(share * self.ram_bytes)))
 
     def _limit(self, unmanaged: int) -> int:
