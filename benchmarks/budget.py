@@ -127,7 +127,8 @@ def run(
         facts["exit_code"] = process.wait()
         facts["survived"] = facts["exit_code"] == 0
         errors.seek(0)
-        facts["last_words"] = "" if facts["survived"] else errors.read()[-600:]
+        said = "" if facts["survived"] else errors.read()
+        facts["last_words"] = said[said.rfind("zeepo.errors.") :][:300] if said else ""
         errors.close()
         facts["peak_bytes"] = cgroup.peak_bytes()
     return facts
@@ -138,7 +139,7 @@ def describe(facts: dict[str, Any]) -> str:
     limit = "none" if facts["limit_bytes"] is None else f"{facts['limit_bytes'] / MiB:.0f}"
     verdict = "survived" if facts["survived"] else "killed"
     if facts["exit_code"] > 0:
-        verdict = f"refused ({facts['last_words'].strip().splitlines()[-1][:160]})"
+        verdict = f"refused ({(facts['last_words'].splitlines() or ['?'])[0][:160]})"
     base = "charge" if facts.get("above_charge") else "RSS"
     return f"limit {limit:>5} MiB over {base} after import: {verdict}, cgroup grew {peak:.0f} MiB"
 
