@@ -83,33 +83,3 @@ def test_halving_the_limit_in_the_middle_of_training(cgroup: MemoryCgroup, tmp_p
     limit = int((cgroup.path / cgroup.names.limit).read_text())
     assert limit <= 500 * MiB, "it never made room for the new limit"
     assert losses == plain
-
-
-TOO_SMALL = """
-import sys
-import torch, zeepo
-from torch import nn
-
-print("ready", flush=True)
-sys.stdin.readline()
-with zeepo.lazy(disk=sys.argv[1]):
-    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)])
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-try:
-    zeepo.init(model, optimizer, ram="1GiB", disk=sys.argv[1])
-except zeepo.BudgetError as error:
-    print(error)
-"""
-
-
-def test_a_cgroup_with_less_than_the_least_is_refused(cgroup: MemoryCgroup, tmp_path: Path) -> None:
-    """Whatever `ram` says: an error with the bill, where the kernel would kill later."""
-    command = [sys.executable, "-c", TOO_SMALL, str(tmp_path)]
-    with cgroup.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        cgroup.set_limit(cgroup.usage_bytes() + 130 * MiB)
-        said, _ = process.communicate("\n")
-    assert "leaves" in said
-    assert "whatever ram says" in said
-    assert "this session needs" in said
