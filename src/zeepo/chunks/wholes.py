@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from zeepo.chunks.chunk import Chunk
 from zeepo.chunks.store import ChunkStore
@@ -39,9 +40,14 @@ def copy_resident(store: ChunkStore, part: Chunk, target: memoryview) -> None:
     """Copy a chunk that is here, or on its way, without a lease."""
     with store.lock:
         store.moves.finish_fetch(part)
-        start = address_of(target)
-        for offset, memory in part.pieces():
-            ctypes.memmove(start + offset, address_of(memory), memory.nbytes)
+        copy_into(target, part.pieces())
+
+
+def copy_into(target: memoryview, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """Put pieces, as (offset, bytes), at their places."""
+    start = address_of(target)
+    for offset, memory in pieces:
+        ctypes.memmove(start + offset, address_of(memory), memory.nbytes)
 
 
 def drop_parts(store: ChunkStore) -> None:

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.engine.sharded import Sharded
-from zeepo.engine.shards import KINDS, key_of
+from zeepo.engine.shards import Offered
 from zeepo.errors import InternalError
+from zeepo.memory.mapping import address_of
 from zeepo.memory.tier import Describe, Extent
 from zeepo.sharding.network import Network
-from zeepo.sharding.requests import PeerFuture, Wanted
+from zeepo.sharding.ranges import Range
+from zeepo.sharding.requests import PeerFuture
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,8 @@ class RemoteParts:
 
     def pull(self, part: RemotePart, target: memoryview, future: PeerFuture) -> None:
         """Ask for one part, as it is after the last update."""
-        wanted = Wanted(
-            KINDS[Kind.STATE], key_of(part.label), self.sharded.version, part.low, part.high
-        )
-        self.network.pull(part.rank, wanted, target, future)
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+        offered = Offered(Kind.STATE, part.label, self.sharded.version)
+        offered.ask(self.network, part.rank, Range(part.low, part.high), target, future)
 
 
 class PartsTier:
@@ -155,7 +151,7 @@ class PartsTier:
         try:
             storage = part.chunk.storages[part.index]
             assert storage is not None
-            at = _address(whole) + part.offset_bytes
+            at = address_of(whole) + part.offset_bytes
             here = storage.data_ptr()
             target, source = (here, at) if to_part else (at, here)
             ctypes.memmove(target, source, part.nbytes)

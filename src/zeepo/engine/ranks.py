@@ -15,7 +15,6 @@ In between ranks go their own ways: [sharding/network] answers for them.
 from __future__ import annotations
 
 import os
-import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,14 +30,14 @@ from zeepo.chunks.wholes import forget_copy, rest_on
 from zeepo.config import launched_ranks
 from zeepo.engine.managed import Home
 from zeepo.engine.sharded import Sharded, Stages, Subject
-from zeepo.engine.shards import KIND_NAMES, KINDS, GatherTier, Offers, key_of
+from zeepo.engine.shards import KIND_NAMES, GatherTier, Offered, Offers
 from zeepo.errors import RankError, UnsupportedError
 from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Tier
 from zeepo.optim.catalogue import Grain, grain_of
 from zeepo.sharding.network import Network
-from zeepo.sharding.ranges import split
-from zeepo.sharding.requests import PeerFuture, Wanted
+from zeepo.sharding.ranges import Range, split
+from zeepo.sharding.requests import PeerFuture
 
 PATIENCE_SECONDS = 60.0
 
@@ -83,7 +82,9 @@ class Ranks:
             if tier.shard is not None:
                 self._store.lease([whole])
                 try:
-                    self.fill_shard(tier, whole)
+                    storage = new_storage(tier.shard.layout.nbytes)
+                    self._store.adopt(tier.shard, 0, storage, copy=True)
+                    tier.write_to_shard(whole.pieces())
                 finally:
                     self._store.release([whole])
                 self.offers.offer(Kind.PARAM, whole.label, 0, tier.shard, sharded.own.low)
@@ -112,39 +113,22 @@ class Ranks:
         shard.is_part = True
         return shard
 
-    def fill_shard(self, tier: GatherTier, whole: Chunk) -> None:
-        """Copy our range of a resident whole into the shard."""
-        assert tier.shard is not None
-        self._store.adopt(tier.shard, 0, new_storage(tier.shard.layout.nbytes), copy=True)
-        tier.write_to_shard(whole.pieces())
-
     def _agree_on_values(self, whole: Chunk) -> None:
         """Rank 0's initial values are everybody's."""
         self._store.lease([whole])
         try:
-            hasher = xxhash.xxh3_128()
-            for _, memory in whole.pieces():
-                hasher.update(memory)
             label = whole.label
-            self.offers.offer(Kind.PARAM, f"{label} at init", 0, whole)
-            number = len(self.sharded)
-            digests = self.network.collect(Subject.VALUES, 2 * number, hasher.digest(), label)
+            initial = Offered(Kind.PARAM, f"{label} at init", 0)
+            self.offers.offer(Kind.PARAM, initial.label, 0, whole)
+            digests = self._exchange(Subject.VALUES, _digest(whole), label)
             if self.rank and digests[self.rank] != digests[0]:
                 for slot, storage in whole.present():
                     place = whole.layout.slots[slot]
-                    future = PeerFuture(self.network, f"initial values of {label}", 1)
-                    wanted = Wanted(
-                        KINDS[Kind.PARAM],
-                        key_of(f"{label} at init"),
-                        0,
-                        place.offset_bytes,
-                        place.end_bytes,
-                    )
-                    self.network.pull(0, wanted, memory_of(storage), future)
-                    future.result()
+                    part = Range(place.offset_bytes, place.end_bytes)
+                    initial.get(self.network, 0, part, memory_of(storage), f"{label} of rank 0")
                 self._store.mark_changed(whole)
-            self.network.collect(Subject.VALUES, 2 * number + 1, b"", label)
-            self.offers.withdraw(Kind.PARAM, f"{label} at init")
+            self.meet(label, Subject.VALUES)
+            self.offers.withdraw(Kind.PARAM, initial.label)
         finally:
             self._store.release([whole])
 
@@ -161,8 +145,12 @@ class Ranks:
 
     def meet(self, what: str, subject: Subject = Subject.CHANGE) -> None:
         """Wait until every rank has come here."""
+        self._exchange(subject, b"", what)
+
+    def _exchange(self, subject: Subject, fact: bytes, what: str) -> list[bytes]:
+        """Everybody's fact, by rank."""
         self._num_exchanges += 1
-        self.network.collect(subject, self._num_exchanges, b"", what)
+        return self.network.collect(subject, self._num_exchanges, fact, what)
 
     def whole_changed(self, whole: Chunk) -> None:
         """The user changed a whole that is split (leased): all ranks must have done the same.
@@ -171,13 +159,7 @@ class Ranks:
         """
         tier = whole.home
         assert isinstance(tier, GatherTier)
-        hasher = xxhash.xxh3_128()
-        for _, memory in whole.pieces():
-            hasher.update(memory)
-        self._num_exchanges += 1
-        told = self.network.collect(
-            Subject.CHANGE, self._num_exchanges, hasher.digest(), f"a change of {whole.label}"
-        )
+        told = self._exchange(Subject.CHANGE, _digest(whole), f"a change of {whole.label}")
         differing = [rank for rank in range(self.num_ranks) if told[rank] != told[0]]
         if differing:
             raise RankError(
@@ -186,9 +168,7 @@ class Ranks:
                 "random seed, or send one rank's values to all (torch.distributed.broadcast)."
             )
         tier.write_to_shard(whole.pieces())
-        tier.version += 1
-        if tier.shard is not None:
-            self.offers.offer(whole.kind, tier.label, tier.version, tier.shard, tier.own.low)
+        self.offers.offer_next(tier)
         whole.version += 1
         whole.lower_version = whole.version
 
@@ -199,9 +179,7 @@ class Ranks:
         self.num_steps += 1
         self.network.position = (self.num_steps, 3)
         self._settle_copies()
-        self.network.collect(
-            Subject.STEP, self.num_steps, struct.pack("<q", self.num_steps), "optimizer.step"
-        )
+        self.network.collect(Subject.STEP, self.num_steps, b"", "optimizer.step")
 
     def _settle_copies(self) -> None:
         """What was changed in a whole goes to its shard, and no old value is on its way any more:
@@ -216,15 +194,7 @@ class Ranks:
         """Our range of a PARAM chunk has its new values."""
         sharded.version += 1
         if sharded.param is not None:
-            sharded.param.version += 1
-            if sharded.param.shard is not None:
-                self.offers.offer(
-                    Kind.PARAM,
-                    sharded.label,
-                    sharded.param.version,
-                    sharded.param.shard,
-                    sharded.own.low,
-                )
+            self.offers.offer_next(sharded.param)
             if sharded.whole.leases:
                 self._to_refresh.append(sharded)
             else:
@@ -244,6 +214,7 @@ class Ranks:
 
     def _get_other_parts(self, sharded: Sharded) -> None:
         whole = sharded.whole
+        offered = Offered(Kind.PARAM, sharded.label, sharded.version)
         futures = []
         for peer in self.network.peers:
             for slot, storage in whole.present():
@@ -252,15 +223,8 @@ class Ranks:
                 if part.nbytes:
                     low = part.low - place.offset_bytes
                     future = PeerFuture(self.network, sharded.label, 1)
-                    wanted = Wanted(
-                        KINDS[Kind.PARAM],
-                        key_of(sharded.label),
-                        sharded.version,
-                        part.low,
-                        part.high,
-                    )
                     target = memory_of(storage)[low : low + part.nbytes]
-                    self.network.pull(peer, wanted, target, future)
+                    offered.ask(self.network, peer, part, target, future)
                     futures.append(future)
         for future in futures:
             future.result()
@@ -292,6 +256,14 @@ class Ranks:
         if self._staging is not None:
             self._staging.release()
             self._staging = None
+
+
+def _digest(chunk: Chunk) -> bytes:
+    """Tells the resident bytes of chunks of one layout apart."""
+    hasher = xxhash.xxh3_128()
+    for _, memory in chunk.pieces():
+        hasher.update(memory)
+    return hasher.digest()
 
 
 def _say(message: str) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.chunks.wholes import copy_into
 from zeepo.engine.managed import Home
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.sharded import Sharded, Subject
-from zeepo.engine.shards import KINDS, GatherTier, copy_into, cut_out, key_of
+from zeepo.engine.shards import GatherTier, Offered, cut_out
 from zeepo.errors import RankError
-from zeepo.sharding.requests import PeerFuture, Wanted
 
 
 class Reduction:
@@ -96,6 +96,7 @@ class Reduction:
     ) -> Tensor:
         """The mean of the contributions to our range, as flat bytes."""
         own = sharded.own
+        offered = Offered(Kind.GRAD, label, self.num_backwards)
         total: Tensor | None = None
         absent = False
         self._store.make_room(2 * own.nbytes)
@@ -107,21 +108,19 @@ class Reduction:
             if rank == self._ranks.rank:
                 self._copy_own(sharded, part)
             else:
-                future = PeerFuture(self._ranks.network, f"gradients of {sharded.label}", 1)
-                wanted = Wanted(
-                    KINDS[Kind.GRAD], key_of(label), self.num_backwards, own.low, own.high
+                offered.get(
+                    self._ranks.network,
+                    rank,
+                    own,
+                    memory_of(part.untyped_storage()),
+                    f"gradients of {sharded.label}",
                 )
-                self._ranks.network.pull(rank, wanted, memory_of(part.untyped_storage()), future)
-                future.result()
             for view in typed(part, sharded, dtypes):
                 view.mul_(1.0 / self._ranks.num_ranks)
             if total is None:
                 total = part
             else:
-                for view, more in zip(
-                    typed(total, sharded, dtypes), typed(part, sharded, dtypes), strict=True
-                ):
-                    view.add_(more)
+                add_typed(total, part, sharded, dtypes)
         assert total is not None
         if absent:  # a rank without it adds zeros
             for view in typed(total, sharded, dtypes):
@@ -164,22 +163,14 @@ class Reduction:
                         dropped = sharded.own.intersect(slot.offset_bytes, slot.end_bytes)
                         low = sharded.own.low
                         flat[dropped.low - low : dropped.high - low] = 0
-                for view, more in zip(
-                    typed(flat, sharded, dtypes), typed(total, sharded, dtypes), strict=True
-                ):
-                    view.add_(more)
+                add_typed(flat, total, sharded, dtypes)
                 self._store.mark_changed(shard)
             finally:
                 self._store.release([shard])
 
     def gradient_changed(self, sharded: Sharded) -> None:
         """Our part of a reduced gradient is new: others get it when they have come as far."""
-        tier = self.grad_tier(sharded)
-        tier.version += 1
-        if tier.shard is not None:
-            self._ranks.offers.offer(
-                Kind.GRAD, tier.label, tier.version, tier.shard, sharded.own.low
-            )
+        self._ranks.offers.offer_next(self.grad_tier(sharded))
 
     def end(self) -> None:
         """Everybody has what it needs of us."""
@@ -213,6 +204,13 @@ def typed(flat: Tensor, sharded: Sharded, dtypes: Sequence[torch.dtype]) -> list
         views.append(run)
     low = sharded.own.low
     return [flat[a - low : b - low].view(dtype) for a, b, dtype in views]
+
+
+def add_typed(total: Tensor, more: Tensor, sharded: Sharded, dtypes: Sequence[torch.dtype]) -> None:
+    """Add flat bytes of our range to others, as what they are."""
+    pairs = zip(typed(total, sharded, dtypes), typed(more, sharded, dtypes), strict=True)
+    for view, addend in pairs:
+        view.add_(addend)
 
 
 def flat_bytes(chunk: Chunk) -> Tensor:

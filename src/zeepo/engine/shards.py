@@ -13,7 +13,6 @@ one chunk that is on disk (`staging`), never the training thread.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,9 +21,8 @@ from typing import Any
 import xxhash
 
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.chunks.wholes import copy_resident
+from zeepo.chunks.wholes import copy_into, copy_resident
 from zeepo.errors import InternalError
-from zeepo.memory.mapping import address_of
 from zeepo.memory.tier import Describe, Extent
 from zeepo.sharding.network import Network
 from zeepo.sharding.ranges import Range
@@ -38,6 +36,28 @@ Pieces = list[tuple[int, memoryview]]
 def key_of(label: str) -> int:
     """The same number for the same label on every rank."""
     return int.from_bytes(xxhash.xxh3_64_digest(label.encode()), "little", signed=True)
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What a rank can be asked for: a chunk by its label, at a version."""
+
+    kind: Kind
+    label: str
+    version: int
+
+    def ask(
+        self, network: Network, peer: int, part: Range, target: memoryview, future: PeerFuture
+    ) -> None:
+        """Ask for a range of it, as one part of `future`."""
+        wanted = Wanted(KINDS[self.kind], key_of(self.label), self.version, part.low, part.high)
+        network.pull(peer, wanted, target, future)
+
+    def get(self, network: Network, peer: int, part: Range, target: memoryview, what: str) -> None:
+        """Ask for a range of it and wait."""
+        future = PeerFuture(network, what, 1)
+        self.ask(network, peer, part, target, future)
+        future.result()
 
 
 @dataclass
@@ -70,6 +90,12 @@ class Offers:
         with self._store.lock:
             self._offers[KINDS[kind], key_of(label)] = _Offer(version, chunk, base)
         self._network.look_again()
+
+    def offer_next(self, tier: GatherTier) -> None:
+        """Our shard of a whole has new bytes: others get them when they have come as far."""
+        tier.version += 1
+        if tier.shard is not None:
+            self.offer(tier.kind, tier.label, tier.version, tier.shard, tier.own.low)
 
     def withdraw(self, kind: Kind, label: str) -> None:
         with self._store.lock:
@@ -143,13 +169,6 @@ def cut_out(pieces: Sequence[tuple[int, memoryview]], low: int, high: int) -> Pi
     return found
 
 
-def copy_into(target: memoryview, pieces: Sequence[tuple[int, memoryview]]) -> None:
-    """Put pieces at their places."""
-    start = address_of(target)
-    for offset, memory in pieces:
-        ctypes.memmove(start + offset, address_of(memory), memory.nbytes)
-
-
 class GatherTier:
     """The lower tier of a whole that is split over the ranks: reading it asks them all."""
 
@@ -169,7 +188,7 @@ class GatherTier:
     ):
         self._store = store
         self._network = network
-        self._kind = kind
+        self.kind = kind
         self.label = label
         self._ranges = ranges
         self.own = ranges[network.rank]
@@ -186,12 +205,10 @@ class GatherTier:
         others = [r for r in self._network.peers if self._ranges[r].nbytes]
         has_own = self.shard is not None and not self.shard.is_empty
         future = PeerFuture(self._network, self.label, len(others) + has_own)
+        offered = Offered(self.kind, self.label, self.version)
         for peer in others:
             part = self._ranges[peer]
-            wanted = Wanted(
-                KINDS[self._kind], key_of(self.label), self.version, part.low, part.high
-            )
-            self._network.pull(peer, wanted, target[part.low : part.high], future)
+            offered.ask(self._network, peer, part, target[part.low : part.high], future)
         if has_own:
             self._read_own(target[self.own.low : self.own.high], future)
         return future

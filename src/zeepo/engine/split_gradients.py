@@ -58,10 +58,6 @@ class SplitGradients:
         self._norm_order: tuple[float, int] | None = None
         self._num_norms = 0
 
-    def owns(self, home: Home) -> bool:
-        """Whether a managed tensor is a reduced gradient."""
-        return self._sharded_of(home) is not None
-
     def _sharded_of(self, home: Home) -> Sharded | None:
         return self._ranks.by_grad_chunk.get(home.chunk.key)
 

@@ -157,11 +157,6 @@ class Network:
         for link in self._links.values():
             link.post(note, memoryview(bytearray(fact)) if fact else None)
 
-    def heard(self, subject: int, number: int) -> dict[int, bytes]:
-        """What the others have told so far, by rank."""
-        with self._state:
-            return dict(self._notes.get((subject, number), {}))
-
     def collect(self, subject: int, number: int, fact: bytes, what: str) -> list[bytes]:
         """Tell a fact and wait for everybody's: the same list, by rank, on every rank."""
         self.tell(subject, number, fact)
