@@ -183,11 +183,15 @@ class Ranks:
 
     def _settle_copies(self) -> None:
         """What was changed in a whole goes to its shard, and no old value is on its way any more:
-        once all are in the step nobody may ask for it."""
+        once all are in the step nobody may ask for it, so nothing is read ahead either before this
+        rank has updated it too."""
         for sharded in self.sharded.values():
+            if sharded.param is None:
+                continue
             whole = sharded.whole
+            whole.may_be_prefetched = False
             is_unsettled = whole.fetching is not None or (whole.is_resident and whole.is_dirty)
-            if sharded.param is not None and is_unsettled and not whole.leases:
+            if is_unsettled and not whole.leases:
                 self._store.evict(whole)
 
     def updated(self, sharded: Sharded) -> None:
@@ -195,6 +199,7 @@ class Ranks:
         sharded.version += 1
         if sharded.param is not None:
             self.offers.offer_next(sharded.param)
+            sharded.whole.may_be_prefetched = True
             if sharded.whole.leases:
                 self._to_refresh.append(sharded)
             else:
@@ -241,6 +246,9 @@ class Ranks:
             whole.version += 1
             whole.lower_version = whole.version
         self._to_refresh.clear()
+        for sharded in self.sharded.values():  # those without a gradient were not updated
+            if sharded.param is not None:
+                sharded.whole.may_be_prefetched = True
         if not self.stages.splits(Kind.STATE):  # others may still gather gradients for theirs
             self.meet("the end of optimizer.step")
         self.network.position = (self.num_steps, 1)
