@@ -28,7 +28,7 @@ from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
 from zeepo.memory.budget import RamBudget
 from zeepo.memory.ledger import Reservation
-from zeepo.memory.pool import BufferPool
+from zeepo.memory.pool import Buffer, BufferPool
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
 
@@ -115,6 +115,25 @@ class ChunkStore:
         with contextlib.suppress(BudgetError):  # no room for all slots at once: one by one then
             self.moves.make_buffer_room(chunk.layout.nbytes)
             chunk.buffer = self.pool.acquire(chunk.layout.nbytes, chunk.kind.value)
+
+    def new_buffer(self, nbytes: int, tag: str) -> Buffer:
+        """A buffer of the pool's for the caller; chunks leave to make room for it."""
+        with self.lock:
+            self.moves.make_buffer_room(nbytes)
+            return self.pool.acquire(nbytes, tag)
+
+    def adopt_buffer(self, chunk: Chunk, buffer: Buffer) -> None:
+        """Make a filled buffer the content of an empty chunk of one slot."""
+        with self.lock:
+            self.make_ready([chunk])
+            if chunk.buffer is not None or not chunk.is_empty or len(chunk.storages) != 1:
+                raise InternalError(f"{chunk.label} cannot take a buffer")
+            buffer.retag(chunk.kind.value)
+            chunk.buffer = buffer
+            chunk.storages[0] = new_storage(0)
+            chunk.place_in_buffer()
+            chunk.is_resident = True
+            chunk.version += 1
 
     def attach_lower(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
         """Give an empty chunk a slot whose bytes its home tier holds already."""

@@ -15,9 +15,10 @@ _AUTOGRAD: Any = torch.autograd
 
 
 class EndsOfBackward:
-    """Calls `at_end` after every backward that leaves gradients on parameters."""
+    """Calls functions around every backward that leaves gradients on parameters."""
 
-    def __init__(self, at_end: Callable[[], None]):
+    def __init__(self, at_begin: Callable[[], None], at_end: Callable[[], None]):
+        self._at_begin = at_begin
         self._at_end = at_end
         self._depth = 0
         self._original: Any = None
@@ -26,12 +27,15 @@ class EndsOfBackward:
         self._original = original = _AUTOGRAD._engine_run_backward
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            is_watched = self._depth == 0 and kwargs.get("accumulate_grad", True)
+            if is_watched:
+                self._at_begin()
             self._depth += 1
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._depth -= 1
-            if self._depth == 0 and kwargs.get("accumulate_grad", True):
+            if is_watched:
                 self._at_end()
             return result
 

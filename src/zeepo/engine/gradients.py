@@ -11,24 +11,22 @@ Left on the parameter, as torch keeps them: sparse gradients, and those of
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zeepo.chunks.storages import is_exclusive, new_storage, num_users, take_memory
+from zeepo.chunks.storages import is_exclusive, new_storage, take_memory
 from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.chunks.wholes import forget_copy
+from zeepo.engine.forgetting import forget
 from zeepo.engine.managed import (
     Home,
     Manager,
     home_of,
     mark_managed,
-    mark_ordinary,
     plain_torch,
     read_autograd_grad,
-    storage_of,
     write_autograd_grad,
 )
 from zeepo.engine.reduction import Reduction
@@ -80,8 +78,10 @@ class Gradients:
     def _contribute(self, home: Home, new: Tensor) -> None:
         """Keep what backward made, in the parameter's order in memory, until it is reduced."""
         assert self._reduction is not None
+        self._reduction.proceed()
         if home.contribution is not None:
             self._add(home.contribution, new)
+            self._reduction.contributed(home)
             return
         if new.stride() != home.plain.stride() or not is_exclusive(new):
             new = torch.empty_like(home.plain).copy_(new)
@@ -89,24 +89,16 @@ class Gradients:
         self._store.adopt(chunk, home.index, new.untyped_storage())
         mark_managed(new, Home(self._manager, chunk, home.index, home.name + ".grad", new.detach()))
         home.contribution = new
+        self._reduction.contributed(home)
 
     def reduce(self, slots: Mapping[int, Sequence[Home]]) -> None:
-        """The end of a backward: the ranks' contributions become everybody's gradients."""
+        """The end of a backward: the ranks' contributions have become everybody's gradients."""
         assert self._reduction is not None
-        present = self._reduction.agree_on_gradients()
-        reduced = [key for key in present if any(present[key])]
-        for key in reversed(reduced):
-            homes = slots[key]
-            kept = {home.index for home in homes if home.grad is not None}
-            self._reduction.reduce(key, present[key], [h.plain.dtype for h in homes], kept)
-        self._reduction.end()
-        for key in reduced:
-            with_gradient = set().union(*present[key])
+        for key, indices in self._reduction.end_backward().items():
             grads = self._chunk_for(slots[key][0])
             forget_copy(self._store, grads)
             for home in slots[key]:
-                self._drop_contribution(home)
-                if home.grad is None and home.index in with_gradient:
+                if home.grad is None and home.index in indices:
                     home.grad = self._shell(home, grads)
 
     def _drop_contribution(self, home: Home) -> None:
@@ -205,22 +197,3 @@ class Gradients:
         while dropped:
             grad = dropped.pop()
             forget(self._store, grad)
-
-
-def forget(store: ChunkStore, tensor: Tensor) -> None:
-    """Empty a managed tensor's slot; if the user still holds the tensor it becomes ordinary.
-
-    The caller's variable is expected to be the last reference but the user's own.
-    """
-    home = home_of(tensor)
-    if home is None:
-        return
-    storage = storage_of(tensor)
-    # References: the caller's, ours, getrefcount's. Users: tensor, plain, storage object.
-    is_held = sys.getrefcount(tensor) > 3 or num_users(storage) > 3
-    if is_held:
-        store.free_from_store(home.chunk, home.index)
-        mark_ordinary(tensor)
-    else:
-        store.drop(home.chunk, home.index)
-    home.manager = None

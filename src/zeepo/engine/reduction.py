@@ -1,26 +1,41 @@
 """Reducing gradients: the ranks' contributions become everybody's mean.
 
-Backward leaves its gradients in a contribution chunk. At the end of backward every rank tells which
-parameters it has some for; then each takes the others' contributions to the range it owns and adds
-them in the order of the ranks. Who has none adds zeros, as torch's DDP does. The sum is this rank's
-shard of the gradient; further backwards are added to it.
+Backward leaves its gradients in contribution chunks. As soon as every parameter of a chunk has got
+one, the chunk's [passage](passage.py) begins, while backward goes on with the units before it; the
+others' contributions to the range this rank owns are added in the order of the ranks, so neither
+stage nor tier nor timing can change a bit. Who has none adds zeros, as torch's DDP does. The sum is
+this rank's shard of the gradient; further backwards are added to it.
+
+Ranks may go different ways, so nothing waits while backward runs. At its end the ranks tell each
+other which parameters got a gradient, and what is still missing is sent and awaited.
+
+[Note: two turns]
+A parameter that gets a gradient twice in one backward (reentrant checkpointing with a weight that
+is used in two segments) may get the second when the first is on its way. What comes later goes in a
+second turn, after the end of backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.chunks.wholes import copy_into
 from zeepo.engine.managed import Home
+from zeepo.engine.passage import Passage
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.sharded import Sharded, Subject
-from zeepo.engine.shards import GatherTier, Offered, cut_out
-from zeepo.errors import RankError
+from zeepo.engine.shards import GatherTier
+from zeepo.engine.summing import add_typed, flat_bytes
+from zeepo.errors import BudgetError, RankError
+from zeepo.memory.pool import Buffer
+
+MOST_ASKED = 2
+"""How many passages have asked for the others' parts at once: so many buffers are needed."""
+Present = list[set[int]]
+"""By rank: the slots of a chunk that have a gradient."""
 
 
 class Reduction:
@@ -30,10 +45,18 @@ class Reduction:
         self._store = store
         self._ranks = ranks
         self.num_backwards = 0
+        self._is_reducing = False
+        self._complete: list[Sharded] = []
+        """Have all their gradients; their passage begins with the next gradient, so that the
+        user's own hooks on this one have run."""
+        self._passages: list[Passage] = []
+        """Those of this backward that are not over."""
 
     def contribution_chunk(self, whole: Chunk) -> Chunk:
         """Where backward's gradients for a PARAM chunk are collected."""
         sharded = self._ranks.sharded[whole.key]
+        if sharded.contribution is None:
+            sharded.contribution, sharded.spare = sharded.spare, None
         if sharded.contribution is None:
             sharded.contribution = self._store.create(
                 Kind.GRAD, f"{whole.label}.contribution", whole.layout, self._ranks.tiers[Kind.GRAD]
@@ -41,102 +64,141 @@ class Reduction:
             sharded.contribution.is_part = True
         return sharded.contribution
 
-    def agree_on_gradients(self) -> dict[int, list[set[int]]]:
-        """PARAM chunk -> on each rank, the slots that got a gradient in this backward."""
-        mine = b"".join(
-            bytes(storage is not None for storage in sharded.contribution.storages)
-            if sharded.contribution is not None
-            else bytes(len(sharded.whole.layout.slots))
-            for sharded in self._ranks.sharded.values()
+    # -- while backward runs ----------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Under `no_sync` gradients only pile up."""
+        self._is_reducing = not self._ranks.is_local
+        self._complete = []
+        for sharded in self._ranks.sharded.values():
+            sharded.fresh.clear()
+            sharded.sent = None
+        if self._is_reducing:
+            self.num_backwards += 1
+            self._ranks.network.position = (self._ranks.num_steps, 2)
+
+    def contributed(self, home: Home) -> None:
+        """A parameter has got a gradient."""
+        sharded = self._ranks.sharded[home.chunk.key]
+        sharded.fresh.add(home.index)
+        if not self._is_reducing or sharded.sent is not None or sharded in self._complete:
+            return
+        homes = self._ranks.slots[sharded.whole.key]
+        if all(h.index in sharded.fresh for h in homes if _is_trained(h)):
+            self._complete.append(sharded)
+
+    def proceed(self) -> None:
+        """Do what can be done without waiting."""
+        for sharded in self._complete:
+            self._send(sharded, turn=0)
+        self._complete = []
+        for passage in self._passages:
+            if passage.has_come and not passage.is_summed:
+                self._keep_sum(passage, set())
+        self._let_go_of_what_is_over()
+        self._ask(self._passages, self._ranks.network.peers)
+
+    def _send(self, sharded: Sharded, turn: int) -> None:
+        """Begin the passage of what we have of a chunk, which may be nothing."""
+        tensors: list[Tensor] = []
+        for home in self._ranks.slots[sharded.whole.key]:
+            if home.contribution is not None:
+                tensors.append(home.contribution)
+                home.contribution = None
+        contribution, sharded.contribution = sharded.contribution, None
+        if contribution is not None and contribution.is_empty:
+            sharded.spare, contribution = contribution, None
+        passage = Passage(
+            self._store, self._ranks, sharded, contribution, tensors, self.num_backwards, turn
         )
-        self.num_backwards += 1
-        self._ranks.network.position = (self._ranks.num_steps, 2)
+        sharded.sent = _slots(contribution)
+        self._passages.append(passage)
+        passage.offer()
+        if passage.is_summed:
+            self.gradient_changed(sharded)
+
+    def _ask(self, passages: Sequence[Passage], peers: Sequence[int]) -> None:
+        """Ask for the parts of the first few, as far as there is room."""
+        waiting = [passage for passage in passages if not passage.is_summed]
+        for passage in waiting[:MOST_ASKED]:
+            if not passage.is_asked:
+                try:
+                    passage.ask(peers)
+                except BudgetError:  # tried again later, when less is in use
+                    return
+
+    def _let_go_of_what_is_over(self) -> None:
+        for passage in self._passages:
+            if passage.is_over:
+                passage.let_go()
+        self._passages = [passage for passage in self._passages if not passage.is_over]
+
+    # -- at its end -------------------------------------------------------------------------------
+
+    def end_backward(self) -> dict[int, set[int]]:
+        """Reduce what is left; PARAM chunk -> the slots that got a gradient on some rank."""
+        self.proceed()
+        present = self._agree()
+        for sharded in reversed(self._ranks.sharded.values()):
+            if sharded.sent is None and any(present[sharded.whole.key, 0]):
+                self._send(sharded, turn=0)
+        self._finish(present, turn=0)
+        for sharded in reversed(self._ranks.sharded.values()):  # [Note: two turns]
+            if any(present[sharded.whole.key, 1]):
+                self._send(sharded, turn=1)
+        self._finish(present, turn=1)
+        self._is_reducing = False
+        return {
+            key: set().union(*present[key, 0], *present[key, 1])
+            for key in self._ranks.sharded
+            if any(present[key, 0])
+        }
+
+    def _agree(self) -> dict[tuple[int, int], Present]:
+        """(PARAM chunk, turn) -> on each rank, the slots that got a gradient in this backward."""
+        chunks = self._ranks.sharded
+        mine = bytearray()
+        for sharded in chunks.values():
+            left = _slots(sharded.contribution)
+            sent = left if sharded.sent is None else sharded.sent
+            late: set[int] = set() if sharded.sent is None else left
+            slots = range(len(sharded.whole.layout.slots))
+            mine += bytes((i in sent) + 2 * (i in late) for i in slots)
         told = self._ranks.network.collect(
-            Subject.BACKWARD, self.num_backwards, mine, "the end of backward"
+            Subject.BACKWARD, self.num_backwards, bytes(mine), "the end of backward"
         )
         lengths = {len(fact) for fact in told}
         if len(lengths) > 1:
             raise RankError(f"the ranks' models differ: {sorted(lengths)} parameters.")
-        found: dict[int, list[set[int]]] = {}
+        found: dict[tuple[int, int], Present] = {}
         at = 0
-        for key, sharded in self._ranks.sharded.items():
-            count = len(sharded.whole.layout.slots)
-            found[key] = [{i for i in range(count) if fact[at + i]} for fact in told]
-            at += count
+        for key, sharded in chunks.items():
+            end = at + len(sharded.whole.layout.slots)
+            for turn in (0, 1):
+                found[key, turn] = [
+                    {i for i, flags in enumerate(fact[at:end]) if flags & (1 << turn)}
+                    for fact in told
+                ]
+            at = end
         return found
 
-    def reduce(
-        self,
-        key: int,
-        present: Sequence[set[int]],
-        dtypes: Sequence[torch.dtype],
-        kept: set[int],
-    ) -> None:
-        """Add the ranks' contributions to our range, in the order of the ranks.
+    def _finish(self, present: Mapping[tuple[int, int], Present], turn: int) -> None:
+        """Sum what is left, and wait until the others have what they need of us."""
+        while waiting := [passage for passage in self._passages if not passage.is_summed]:
+            for passage in waiting[:MOST_ASKED]:
+                if not passage.is_asked:
+                    having = present[passage.sharded.whole.key, turn]
+                    self._ask([passage], [p for p in self._ranks.network.peers if having[p]])
+            first = waiting[0]
+            key = first.sharded.whole.key
+            if not first.is_asked:  # there is no room: this says so
+                first.ask([p for p in self._ranks.network.peers if present[key, turn][p]])
+            self._keep_sum(first, set().union(*present[key, 0]) if turn else set())
+        for passage in self._passages:
+            passage.wait_until_over()
+        self._let_go_of_what_is_over()
 
-        `kept`: slots whose gradient of earlier backwards is to be added to.
-        """
-        sharded = self._ranks.sharded[key]
-        number = self.num_backwards
-        label = f"{sharded.label}.contribution"
-        contribution = sharded.contribution
-        if contribution is not None and present[self._ranks.rank]:
-            self._ranks.offers.offer(Kind.GRAD, label, number, contribution)
-        total = self._sum(sharded, present, dtypes, label) if sharded.own.nbytes else None
-        if total is not None:
-            self._accumulate(sharded, total, dtypes, kept)
-        self.gradient_changed(sharded)
-
-    def _sum(
-        self,
-        sharded: Sharded,
-        present: Sequence[set[int]],
-        dtypes: Sequence[torch.dtype],
-        label: str,
-    ) -> Tensor:
-        """The mean of the contributions to our range, as flat bytes."""
-        own = sharded.own
-        offered = Offered(Kind.GRAD, label, self.num_backwards)
-        total: Tensor | None = None
-        absent = False
-        self._store.make_room(2 * own.nbytes)
-        for rank in range(self._ranks.num_ranks):
-            if not present[rank]:
-                absent = True
-                continue
-            part = torch.empty(own.nbytes, dtype=torch.uint8)
-            if rank == self._ranks.rank:
-                self._copy_own(sharded, part)
-            else:
-                offered.get(
-                    self._ranks.network,
-                    rank,
-                    own,
-                    memory_of(part.untyped_storage()),
-                    f"gradients of {sharded.label}",
-                )
-            for view in typed(part, sharded, dtypes):
-                view.mul_(1.0 / self._ranks.num_ranks)
-            if total is None:
-                total = part
-            else:
-                add_typed(total, part, sharded, dtypes)
-        assert total is not None
-        if absent:  # a rank without it adds zeros
-            for view in typed(total, sharded, dtypes):
-                view.add_(0.0)
-        return total
-
-    def _copy_own(self, sharded: Sharded, part: Tensor) -> None:
-        contribution = sharded.contribution
-        assert contribution is not None
-        part.zero_()
-        self._store.lease([contribution])
-        try:
-            own = cut_out(contribution.pieces(), sharded.own.low, sharded.own.high)
-            copy_into(memory_of(part.untyped_storage()), own)
-        finally:
-            self._store.release([contribution])
+    # -- the reduced gradients --------------------------------------------------------------------
 
     def grad_tier(self, sharded: Sharded) -> GatherTier:
         if sharded.grad is None:
@@ -144,37 +206,52 @@ class Reduction:
             sharded.grad.shard = self._ranks.new_shard(Kind.GRAD, sharded, sharded.grad)
         return sharded.grad
 
-    def _accumulate(
-        self, sharded: Sharded, total: Tensor, dtypes: Sequence[torch.dtype], kept: set[int]
-    ) -> None:
-        tier = self.grad_tier(sharded)
-        shard = tier.shard
+    def _keep_sum(self, passage: Passage, kept_too: set[int]) -> None:
+        """The sum becomes our shard, or is added to it; `kept_too`: slots of the turn before."""
+        sharded = passage.sharded
+        homes = self._ranks.slots[sharded.whole.key]
+        dtypes = [home.plain.dtype for home in homes]
+        total = passage.sum(self._weights(), dtypes)
+        kept = kept_too | {home.index for home in homes if home.grad is not None}
+        shard = self.grad_tier(sharded).shard
         assert shard is not None
         if not kept:
             self._store.drop(shard, 0)
         if shard.is_empty:
-            self._store.adopt(shard, 0, total.untyped_storage())
+            self._store.adopt_buffer(shard, total)
         else:
-            self._store.lease([shard])
-            try:
-                flat = flat_bytes(shard)
-                for index, slot in enumerate(sharded.whole.layout.slots):
-                    if index not in kept:
-                        dropped = sharded.own.intersect(slot.offset_bytes, slot.end_bytes)
-                        low = sharded.own.low
-                        flat[dropped.low - low : dropped.high - low] = 0
-                add_typed(flat, total, sharded, dtypes)
-                self._store.mark_changed(shard)
-            finally:
-                self._store.release([shard])
+            self._add_to_shard(sharded, shard, total, dtypes, kept)
+            total.release()
+        self.gradient_changed(sharded)
+
+    def _weights(self) -> list[float]:
+        return [1.0 / self._ranks.num_ranks] * self._ranks.num_ranks
+
+    def _add_to_shard(
+        self,
+        sharded: Sharded,
+        shard: Chunk,
+        total: Buffer,
+        dtypes: Sequence[torch.dtype],
+        kept: set[int],
+    ) -> None:
+        own = sharded.own
+        self._store.lease([shard])
+        try:
+            flat = flat_bytes(shard)
+            for index, slot in enumerate(sharded.whole.layout.slots):
+                if index not in kept:
+                    dropped = own.intersect(slot.offset_bytes, slot.end_bytes)
+                    flat[dropped.low - own.low : dropped.high - own.low] = 0
+            more = torch.frombuffer(total.memory, dtype=torch.uint8, count=own.nbytes)
+            add_typed(flat, more, sharded, dtypes)
+            self._store.mark_changed(shard)
+        finally:
+            self._store.release([shard])
 
     def gradient_changed(self, sharded: Sharded) -> None:
         """Our part of a reduced gradient is new: others get it when they have come as far."""
         self._ranks.offers.offer_next(self.grad_tier(sharded))
-
-    def end(self) -> None:
-        """Everybody has what it needs of us."""
-        self._ranks.meet("the end of the reduction")
 
     def homes_with_gradient(self) -> list[tuple[Sharded, Home]]:
         """Parameters whose gradient is reduced, in the same order on every rank."""
@@ -186,35 +263,9 @@ class Reduction:
         ]
 
 
-def typed(flat: Tensor, sharded: Sharded, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Our range as tensors of the parameters' types: one for each run of slots of one type."""
-    views = []
-    run: tuple[int, int, torch.dtype] | None = None
-    for slot, dtype in zip(sharded.whole.layout.slots, dtypes, strict=True):
-        part = sharded.own.intersect(slot.offset_bytes, slot.end_bytes)
-        if not part.nbytes:
-            continue
-        if run is not None and run[2] is dtype:
-            run = (run[0], part.high, dtype)
-        else:
-            if run is not None:
-                views.append(run)
-            run = (part.low, part.high, dtype)
-    if run is not None:
-        views.append(run)
-    low = sharded.own.low
-    return [flat[a - low : b - low].view(dtype) for a, b, dtype in views]
+def _is_trained(home: Home) -> bool:
+    return home.parameter is not None and home.parameter.requires_grad
 
 
-def add_typed(total: Tensor, more: Tensor, sharded: Sharded, dtypes: Sequence[torch.dtype]) -> None:
-    """Add flat bytes of our range to others, as what they are."""
-    pairs = zip(typed(total, sharded, dtypes), typed(more, sharded, dtypes), strict=True)
-    for view, addend in pairs:
-        view.add_(addend)
-
-
-def flat_bytes(chunk: Chunk) -> Tensor:
-    """The bytes of a leased chunk of one slot."""
-    storage = chunk.storages[0]
-    assert storage is not None
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+def _slots(contribution: Chunk | None) -> set[int]:
+    return set() if contribution is None else {index for index, _ in contribution.present()}

@@ -18,6 +18,7 @@ class Subject(IntEnum):
     START = 1
     VALUES = 2
     BACKWARD = 3
+    SAMPLES = 8
     STEP = 4
     CHANGE = 5
     NORM = 6
@@ -46,7 +47,13 @@ class Sharded:
         self.param: GatherTier | None = None
         """Where the whole comes from, when parameters are split."""
         self.contribution: Chunk | None = None
-        """What backward made here and is not reduced yet."""
+        """What backward made here and is not on its way to the owners yet."""
+        self.spare: Chunk | None = None
+        """An empty chunk for the next contribution."""
+        self.fresh: set[int] = set()
+        """The parameters that got a gradient in this backward."""
+        self.sent: set[int] | None = None
+        """The parameters whose gradients of this backward are on their way; None before."""
         self.grad: GatherTier | None = None
         """Where the whole reduced gradient comes from."""
 

@@ -13,7 +13,7 @@ one chunk that is on disk (`staging`), never the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +63,11 @@ class Offered:
 @dataclass
 class _Offer:
     version: int
-    chunk: Chunk
+    chunk: Chunk | None
+    """None: all zeros."""
     base: int
     """Where in the whole the chunk's first byte lies."""
+    on_taken: Callable[[], None] | None = None
 
 
 class Offers:
@@ -85,10 +87,18 @@ class Offers:
         """Room to read what is on disk into."""
         self._staging = memory
 
-    def offer(self, kind: Kind, label: str, version: int, chunk: Chunk, base: int = 0) -> None:
-        """From now on others may have this version."""
+    def offer(
+        self,
+        kind: Kind,
+        label: str,
+        version: int,
+        chunk: Chunk | None,
+        base: int = 0,
+        on_taken: Callable[[], None] | None = None,
+    ) -> None:
+        """From now on others may have this version; `on_taken` each time somebody has got it."""
         with self._store.lock:
-            self._offers[KINDS[kind], key_of(label)] = _Offer(version, chunk, base)
+            self._offers[KINDS[kind], key_of(label)] = _Offer(version, chunk, base, on_taken)
         self._network.look_again()
 
     def offer_next(self, tier: GatherTier) -> None:
@@ -110,22 +120,29 @@ class Offers:
                 return False
             chunk = offer.chunk
             if offer.version > wanted.version:
-                reply(InternalError(f"{chunk.label} is at {offer.version} already"))
+                label = "nothing" if chunk is None else chunk.label
+                reply(InternalError(f"{label} is at {offer.version} already"))
                 return True
             low, high = wanted.low - offer.base, wanted.high - offer.base
-            if chunk.is_resident:
+            if chunk is None:
+                loan = Loan([], lambda: None)
+            elif chunk.is_resident:
                 chunk.leases += 1
                 self._num_loans += 1
-                loan = Loan(cut_out(chunk.pieces(), low, high), lambda: self._give_back(chunk))
+                loan = Loan(
+                    cut_out(chunk.pieces(), low, high), lambda: self._give_back(chunk, offer)
+                )
             else:
-                return self._read_then_reply(chunk, low, high, reply)
+                return self._read_then_reply(offer, chunk, low, high, reply)
         reply(loan)
         return True
 
-    def _give_back(self, chunk: Chunk) -> None:
+    def _give_back(self, chunk: Chunk, offer: _Offer) -> None:
         with self._store.lock:
             self._num_loans -= 1
             self._store.release([chunk])
+            if offer.on_taken is not None:
+                offer.on_taken()
 
     def wait_for_loan(self) -> bool:
         """In the training thread: let go of the lock until something comes back."""
@@ -135,7 +152,9 @@ class Offers:
         self._network.wait_until(lambda: self._num_loans < before, "a loan")
         return True
 
-    def _read_then_reply(self, chunk: Chunk, low: int, high: int, reply: Reply) -> bool:
+    def _read_then_reply(
+        self, offer: _Offer, chunk: Chunk, low: int, high: int, reply: Reply
+    ) -> bool:
         if self._is_staging_busy or self._staging is None:
             return False
         assert chunk.home is not None
@@ -149,13 +168,16 @@ class Offers:
                 self._is_staging_busy = False
                 reply(InternalError(f"{chunk.label} cannot be read: {error}"))
             else:
-                reply(Loan([(0, memory[low:high])], self._free_staging))
+                reply(Loan([(0, memory[low:high])], lambda: self._free_staging(offer)))
 
         chunk.home.read(chunk.extent, memory).add_done_callback(read)
         return True
 
-    def _free_staging(self) -> None:
+    def _free_staging(self, offer: _Offer) -> None:
         self._is_staging_busy = False
+        if offer.on_taken is not None:
+            with self._store.lock:
+                offer.on_taken()
         self._network.look_again()
 
 

@@ -19,7 +19,7 @@ from zeepo.chunks.storages import address, is_exclusive, new_storage, take_memor
 from zeepo.chunks.store import Chunk, Kind
 from zeepo.chunks.wholes import forget_copy
 from zeepo.engine.assembly import Part, PartsTier, RemotePart, RemoteParts
-from zeepo.engine.gradients import forget
+from zeepo.engine.forgetting import forget
 from zeepo.engine.managed import (
     Home,
     home_of,

@@ -200,9 +200,13 @@ class Network:
         self._note_wait(waits_for, future.what, started)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for something the link threads do."""
+        """Wait for something the link threads do for the other ranks."""
         with self._let_go():
             while not is_so():
+                with self._state:
+                    gone = set(self._ended)
+                if gone and not is_so():
+                    raise self._gone(min(gone), what)
                 time.sleep(POLL_SECONDS)
                 self._check_silent(self.peers, what)
 
