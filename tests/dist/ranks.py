@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 SECONDS = 120.0
+SECONDS_AFTER_FAILURE = 10.0
+"""The others may wait for a rank that has failed."""
 Worker = tuple[multiprocessing.process.BaseProcess, Connection]
 
 
@@ -74,10 +76,12 @@ def _gather(workers: Sequence[Worker], seconds: float) -> list[tuple[bool, Any]]
     waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
     answers: dict[int, tuple[bool, Any]] = {}
     while waiting:
-        ready = wait(list(waiting), timeout=seconds)
+        has_failed = not all(ok for ok, _ in answers.values())
+        patience = min(seconds, SECONDS_AFTER_FAILURE) if has_failed else seconds
+        ready = wait(list(waiting), timeout=patience)
         if not ready:
             for rank in waiting.values():
-                answers[rank] = (False, f"rank {rank}: no answer in {seconds} s")
+                answers[rank] = (False, f"rank {rank}: no answer in {patience} s")
             break
         for connection in ready:
             assert isinstance(connection, Connection)

@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from zeepo.chunks.layout import pack
 from zeepo.chunks.storages import address, num_users
 from zeepo.config import Options
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.managed import ManagedTensor, home_of, mark_ordinary, storage_of
-from zeepo.engine.ranks import find_num_ranks
+from zeepo.engine.ranks import choose_stage, find_num_ranks
+from zeepo.engine.reduction import MOST_ASKED
 from zeepo.engine.regions import largest_region_bytes
 from zeepo.engine.tuning import tuning
 from zeepo.errors import UnsupportedError
 from zeepo.optim.catalogue import grain_of, num_states_of, num_temporaries_of
 from zeepo.planner.machine import available_ram_bytes
-from zeepo.planner.plan import Plan, UnitPlan
+from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
 from zeepo.planner.units import Unit
 
 STAGING_BYTES = 8 << 20
@@ -196,27 +198,28 @@ def plan_session(
         )
         for unit in units
     )
+    num_ranks = find_num_ranks()
+    largest = max((_chunk_bytes(unit) for unit in units), default=0)
     plan = Plan(
         units=unit_plans,
         num_states=max((num_states_of(o) for o in optimizers), default=0),
         placement=placement,
         ram=available_ram_bytes() if options.ram is None else options.ram,
-        staging_bytes=STAGING_BYTES + _room_for_ranks(units),
+        staging_bytes=STAGING_BYTES + rank_buffers(largest, num_ranks, MOST_ASKED),
         piece_bytes=tuning().piece_bytes,
         region_bytes=max((largest_region_bytes(model) for model in models), default=0),
         num_temporaries=max((num_temporaries_of(o) for o in optimizers), default=0),
         activations=_place_of_activations(options),
+        num_ranks=num_ranks,
+        stage=choose_stage(options.stage, optimizers) if num_ranks > 1 else 0,
     )
     if options.ram is None and tuning().least_ram:
         return replace(plan, ram=plan.minimum_ram)
     return plan
 
 
-def _room_for_ranks(units: Sequence[Unit]) -> int:
-    """With several ranks: a chunk on its way to others, and two of our parts being added."""
-    if find_num_ranks() == 1:
-        return 0
-    return 3 * max((unit.nbytes for unit in units), default=0)
+def _chunk_bytes(unit: Unit) -> int:
+    return pack([(name, p.nbytes) for name, p in unit.parameters]).nbytes
 
 
 def _place_of_activations(options: Options) -> str:

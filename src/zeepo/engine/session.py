@@ -31,7 +31,7 @@ from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.manager import Manager
-from zeepo.engine.ranks import Ranks, choose_stage, find_num_ranks
+from zeepo.engine.ranks import Ranks
 from zeepo.engine.recompute import Recompute
 from zeepo.engine.regions import Regions
 from zeepo.engine.stats import Stats, collect_stats
@@ -96,7 +96,7 @@ class Session:
             guaranteed_bytes=self.plan.guaranteed_bytes,
         )
         self._manager = Manager(self._store, self._home_tiers())
-        self._ranks = self._join_ranks(units, options)
+        self._ranks = self._join_ranks(units)
         self._closing = Closing(self._store, space)
         if space is not None:
             self._manager.copies.use_disk(space, self.plan.guaranteed_bytes)
@@ -127,13 +127,12 @@ class Session:
                 self._give_everything_back()
             raise
 
-    def _join_ranks(self, units: Sequence[Unit], options: Options) -> Ranks | None:
+    def _join_ranks(self, units: Sequence[Unit]) -> Ranks | None:
         """With several ranks, what each of them does is agreed with the others."""
         self._ends_of_backward = EndsOfBackward(self._before_backward, self._after_backward)
-        if find_num_ranks() == 1:
+        if self.plan.num_ranks == 1:
             return None
-        stage = choose_stage(options.stage, self._optimizers)
-        ranks = Ranks(self._store, stage, self._home_tiers())
+        ranks = Ranks(self._store, self.plan.stage, self._home_tiers())
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
         self._manager.use_ranks(ranks)

@@ -14,6 +14,8 @@ from zeepo.chunks.layout import align_up
 from zeepo.units import MiB, format_bytes
 
 PAGE_BYTES = 4096
+CUT_BYTES = 64
+"""A part may be larger than its share by so much: cuts lie at multiples of it."""
 TORCH_GROWTH_BYTES = 96 * MiB
 """What torch's lazily loaded parts take after import (measured: 84 MiB for the first optimizer)."""
 ACTIVATION_BYTES = 16 * MiB
@@ -79,6 +81,9 @@ class Plan:
     """Tensors of a piece's size that the optimizer makes and drops while it updates."""
     activations: str = "ram"
     """Where what autograd saves may go: "ram", "disk" or "recompute"."""
+    num_ranks: int = 1
+    stage: int = 0
+    """What is split over the ranks: from 1 optimizer state, from 3 parameters."""
     footprint: Footprint | None = None
     """What a forward and backward needs, once a batch was seen."""
     unknown_because: str = ""
@@ -92,6 +97,10 @@ class Plan:
     def uses_disk(self) -> bool:
         """Whether anything may go to disk."""
         return "disk" in (*self.placement.values(), self.activations)
+
+    @property
+    def _has_staging(self) -> bool:
+        return self.uses_disk or self.num_ranks > 1
 
     @property
     def minimum_ram(self) -> int:
@@ -122,7 +131,7 @@ class Plan:
         gradient = 0 if in_ram["grads"] else max(params, default=0)
         update = self._updating(in_ram)
         updating = sum(update.values()) - update.get("activations", 0)
-        staging = self.staging_bytes if self.uses_disk else 0
+        staging = self.staging_bytes if self._has_staging else 0
         return resting + max(working + gradient, updating) + staging
 
     @property
@@ -133,7 +142,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """What can be on disk at once when nothing of it is in RAM."""
+        """What can be on disk at once, of this rank, when nothing of it is in RAM."""
         sizes = self._resting(dict.fromkeys(self.placement, True))
         tags = {"params": "params", "grads": "grads", "optimizer_state": "optimizer state"}
         return sum(sizes[tags[kind]] for kind, tier in self.placement.items() if tier == "disk")
@@ -145,7 +154,7 @@ class Plan:
         busiest = self._busiest(in_ram)
         items = {"torch itself": TORCH_GROWTH_BYTES}
         items |= {tag: resting.get(tag, 0) + busiest.get(tag, 0) for tag in resting | busiest}
-        if self.uses_disk:
+        if self._has_staging:
             items["staging"] = self.staging_bytes
         items["slack"] = int(SLACK_SHARE * sum(items.values()))
         return items
@@ -166,12 +175,16 @@ class Plan:
 
     def _resting(self, in_ram: dict[str, bool]) -> dict[str, int]:
         """What is kept in RAM all the time."""
-        params = sum(_page(u.param_bytes) for u in self.units)
+        of_params = self.num_ranks if self.stage >= 3 else 1
+        of_states = self.num_ranks if self.stage >= 1 else 1
+        params = sum(_part(u.param_bytes, of_params) for u in self.units)
+        # Gradients leave for their owners while backward runs, but ranks need not go the same way.
         grads = sum(_page(u.trainable_bytes) for u in self.units)
+        states = sum(_part(u.trainable_bytes, of_states) for u in self.units) * self.num_states
         return {
             "params": params if in_ram["params"] else 0,
             "grads": grads if in_ram["grads"] else 0,
-            "optimizer state": grads * self.num_states if in_ram["optimizer_state"] else 0,
+            "optimizer state": states if in_ram["optimizer_state"] else 0,
         }
 
     def _computing(self, in_ram: dict[str, bool]) -> dict[str, int]:
@@ -224,6 +237,8 @@ class Plan:
     def explain(self) -> str:
         """The bill, as text."""
         lines = [f"{self.num_units} units, budget {format_bytes(self.ram)}"]
+        if self.num_ranks > 1:
+            lines.append(f"  one of {self.num_ranks} ranks, stage {self.stage}")
         for kind, where in self.placement.items():
             lines.append(f"  {kind:<16} rest {'on' if where == 'disk' else 'in'} {where}")
         lines.append(f"  {'activations':<16} {self._explain_activations()}")
@@ -248,6 +263,19 @@ class Plan:
         if self.unknown_because:
             return f"{text}; how many cannot be told beforehand ({self.unknown_because})"
         return f"{text}; how many is told by the first batch"
+
+
+def _part(nbytes: int, num_parts: int) -> int:
+    """The largest of so many parts, in pages."""
+    return _page(nbytes if num_parts == 1 else -(-nbytes // num_parts) + CUT_BYTES)
+
+
+def rank_buffers(unit_bytes: int, num_ranks: int, num_asked: int) -> int:
+    """What a rank needs for the others: a unit that is read for them, and `num_asked` times
+    everybody's part of one that is being added."""
+    if num_ranks == 1:
+        return 0
+    return _page(unit_bytes) + num_asked * num_ranks * _part(unit_bytes, num_ranks)
 
 
 def _page(nbytes: int) -> int:
