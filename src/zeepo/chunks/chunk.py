@@ -64,6 +64,10 @@ class Chunk:
         self.leases = 0
         self.may_be_prefetched = True
         """False for what is assembled from other chunks: that needs their room too."""
+        self.is_copy = False
+        """What is here is a copy of parts on all ranks: few of such are kept beyond their use."""
+        self.last_lease = 0
+        """When it was leased last, counted in leases."""
         self.is_part = False
         """Part of a whole that is another chunk: not the user's to see, or to get back."""
         self.before_use: Callable[[], None] | None = None

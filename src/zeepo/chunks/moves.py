@@ -29,6 +29,10 @@ GRADS_STAY = 0.7
 stay until the update is never written at all."""
 
 
+COPIES_KEPT = 2
+"""How many copies of what is split over the ranks are kept, or read ahead, beside those in use."""
+
+
 class Moves:
     """The chunks of a store and their way between RAM and their home tiers."""
 
@@ -38,6 +42,8 @@ class Moves:
         self.trace = Trace()
         self.counters = StoreCounters()
         self.chunks: dict[int, Chunk] = {}
+        self.copies: list[Chunk] = []
+        """Those of them that are copies of what is split over the ranks."""
         self._guaranteed_bytes = guaranteed_bytes
         """What may be held whatever the limit is at this moment: one function's needs."""
         self.relieve: Callable[[int], bool] | None = None
@@ -251,12 +257,32 @@ class Moves:
         chunk.place_in_buffer()
         chunk.is_resident = True
 
+    def let_copies_go(self) -> None:
+        """Of copies of what is split over the ranks, keep the few that are needed soonest."""
+        idle = self._idle_copies()
+        if len(idle) > COPIES_KEPT:
+            idle.sort(key=lambda c: (self.trace.next_use(c.key), -c.last_lease))
+            for chunk in idle[COPIES_KEPT:]:
+                is_coming = chunk.fetching is not None and not chunk.fetching.done()
+                if not chunk.is_dirty and not is_coming:
+                    self.evict(chunk)
+
+    def _idle_copies(self) -> list[Chunk]:
+        return [
+            c for c in self.copies if not c.leases and (c.fetching is not None or c.is_resident)
+        ]
+
     def prefetch(self) -> None:
         """Start reading what comes next, as far as room can be had without harm."""
+        num_copies = len(self._idle_copies())
         for key in self.trace.upcoming(LOOKAHEAD_CHUNKS):
             chunk = self.chunks.get(key)
             if chunk is None or chunk.buffer is not None or not chunk.may_be_prefetched:
                 continue
+            if chunk.is_copy:
+                if num_copies >= COPIES_KEPT:
+                    continue
+                num_copies += 1
             if chunk.is_resident or chunk.is_empty:
                 continue
             if chunk.extent is None or chunk.is_dirty:

@@ -49,6 +49,7 @@ class ChunkStore:
         self.lock = threading.RLock()
         self._owner_pid = os.getpid()
         self._next_key = 0
+        self._num_leases = 0
         self._is_closing = False
         self.budget: RamBudget | None = None
         """Moves the ledger's limit; without one the limit stays where it is."""
@@ -241,6 +242,7 @@ class ChunkStore:
             self.make_ready(chunks)
             for chunk in chunks:
                 chunk.leases += 1
+                chunk.last_lease = self._num_leases = self._num_leases + 1
             try:
                 self.look_at_budget()
                 for chunk in chunks:
@@ -249,6 +251,7 @@ class ChunkStore:
                     self.moves.finish_fetch(chunk)
                 is_new = [self.trace.access(c.key) for c in chunks if not c.is_empty]
                 if any(is_new):
+                    self.moves.let_copies_go()
                     self.read_ahead()
             except BaseException:
                 self.release(chunks)

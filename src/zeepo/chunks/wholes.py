@@ -18,10 +18,17 @@ def rest_on(store: ChunkStore, whole: Chunk, tier: Tier) -> None:
         if whole.extent is not None and whole.home is not None:
             whole.home.free(whole.extent)
         whole.home = tier
+        be_copy(store, whole)
         whole.extent = tier.allocate(whole.label, whole.layout.nbytes, whole.layout.describe)
         whole.expected_writes = whole.extent.num_writes
         whole.lower_version = whole.version
         store.moves.evict(whole)
+
+
+def be_copy(store: ChunkStore, whole: Chunk) -> None:
+    """What is in RAM of this chunk are copies of parts: let go soon after their use."""
+    whole.is_copy = True
+    store.moves.copies.append(whole)
 
 
 def forget_copy(store: ChunkStore, whole: Chunk) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zeepo.chunks.layout import Layout, pack
 from zeepo.chunks.storages import address, fills_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.chunks.wholes import be_copy
 from zeepo.engine.backward import NodeLeases, tensors_in
 from zeepo.engine.copies import Copies
 from zeepo.engine.gradients import Gradients
@@ -153,6 +154,7 @@ class Manager:
             )
             self.grad_chunks[home.chunk.key] = chunk
             if self.ranks is not None:
+                be_copy(self.store, chunk)
                 chunk.may_be_prefetched = False  # others may be about to change theirs
                 self.ranks.by_grad_chunk[chunk.key] = self.ranks.sharded[home.chunk.key]
         return chunk
