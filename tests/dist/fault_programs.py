@@ -154,8 +154,8 @@ def one_backward_more(rank: int, folder: Path, **options: Any) -> Any:
 
 def close_early(rank: int, folder: Path, **options: Any) -> Any:
     """Rank 1 has had enough after two steps."""
-    with Trainee(rank, folder, **options).session as session:
-        trainee = session.trainee  # type: ignore[attr-defined]
+    trainee = Trainee(rank, folder, **options)
+    with trainee.session:
         trainee.train(2 if rank == 1 else 4)
 
 
@@ -214,8 +214,16 @@ def run(order: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def warm_up() -> None:
+    """What torch imports at the first step of an optimizer is imported before ranks are forked."""
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.zeros(3)
+    torch.optim.AdamW([p]).step()
+
+
 def nursery() -> None:
     """Fork a rank for every order; in the rank this returns, and the script goes on to its end."""
+    warm_up()
     while line := sys.stdin.readline():
         order = json.loads(line)
         if "wait" in order:

@@ -82,7 +82,7 @@ class Rank:
     def wait_until(self, step: int, phase: str, seconds: float = 60.0) -> None:
         """Until it is there, or further."""
         deadline = time.monotonic() + seconds
-        while self.whereabouts.read()[:2] < (step, phase):
+        while True:
             here, in_phase, _ = self.whereabouts.read()
             if (here, PHASES.index(in_phase)) >= (step, PHASES.index(phase)):
                 return

@@ -169,7 +169,7 @@ class Network:
             self._wait_for(future)
         error = Future.exception(future)
         if isinstance(error, RankError):
-            self.leave(f"it gave up: {error}")
+            self.leave(_gave_up(error))
 
     def _wait_for(self, future: PeerFuture) -> None:
         pending = set(future.waits_for)
@@ -196,7 +196,7 @@ class Network:
             with self._let_go():
                 yield wait
         except RankError as error:
-            self.leave(f"it gave up: {error}")
+            self.leave(_gave_up(error))
             raise
         finally:
             if wait.num_announced:
@@ -396,6 +396,10 @@ class Network:
         how = f"with {_in_words(error)}" if error is not None else "without closing its session"
         self.leave(f"its script ended {how}")
         self.close()
+
+
+def _gave_up(error: RankError) -> str:
+    return f"it gave up: {str(error).split('; it was')[0].split('. ')[0]}"
 
 
 def _in_words(error: BaseException) -> str:

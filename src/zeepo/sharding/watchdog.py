@@ -188,19 +188,20 @@ class Watchdog:
 
     def over(self, wait: Wait, last: Iterable[int]) -> None:
         """What was waited for has come, from `last` at last."""
-        if wait.seconds <= STRAGGLER_SECONDS:
+        seconds = wait.seconds
+        if seconds <= STRAGGLER_SECONDS:
             return
         for peer in sorted(last):
-            cost = self._seconds_cost[peer] = self._seconds_cost.get(peer, 0.0) + wait.seconds
+            cost = self._seconds_cost[peer] = self._seconds_cost.get(peer, 0.0) + seconds
             events.emit(
                 "straggler",
                 rank=self._rank,
                 straggler=peer,
                 what=wait.what,
-                seconds=wait.seconds,
+                seconds=seconds,
                 seconds_in_all=cost,
             )
-            self._report(peer, f"waited {wait.seconds:.1f} s ({cost:.1f} s in all)", wait)
+            self._report(peer, f"waited {seconds:.1f} s ({cost:.1f} s in all)", wait)
 
     def _announce(self, wait: Wait) -> None:
         """Tell the others, and again when something has moved meanwhile."""
