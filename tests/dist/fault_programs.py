@@ -67,9 +67,7 @@ class Trainee:
             piece_bytes=1 << 12,
             rank_patience_seconds=patience,
         ):
-            self.session = zeepo.init(
-                self.model, self.optimizer, stage=stage, disk=disk, **options
-            )
+            self.session = zeepo.init(self.model, self.optimizer, stage=stage, disk=disk, **options)
         ends = self.session._ends_of_backward
         reduce = ends._at_end
 

@@ -23,7 +23,16 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PHASES = ("start", "outside", "forward", "backward", "reduction", "optimizer.step", "closing", "end")
+PHASES = (
+    "start",
+    "outside",
+    "forward",
+    "backward",
+    "reduction",
+    "optimizer.step",
+    "closing",
+    "end",
+)
 _RECORD = "<iid"
 
 

@@ -77,6 +77,8 @@ class Network:
         """Ranks that ended without a goodbye, and that nobody has looked after yet."""
         self._near: dict[int, int] = {}
         """Ranks whose memory we can read -> their process."""
+        self._given_up: set[int] = set()
+        """Ranks that were silent for too long: their connection is still there."""
         self._has_left = False
         self._is_broken = False
         self._links = {peer: Link(group, peer, self) for peer in self.peers}
@@ -231,6 +233,7 @@ class Network:
             link.post(message, memoryview(bytearray(payload)) if payload else None)
 
     def _give_up(self, peer: int, reason: str) -> None:
+        self._given_up.add(peer)
         self.ended(peer, TimeoutError(reason))
 
     # -- what arrives (in the links' threads) -----------------------------------------------------
@@ -379,8 +382,9 @@ class Network:
         is_orderly = not (self._has_left or self._is_broken or self.watchdog.leaving)
         seconds = self.watchdog.patience_seconds if is_orderly else GOODBYE_SECONDS
         deadline = time.monotonic() + seconds
-        joined = [
-            link.join(deadline - time.monotonic(), both=is_orderly) for link in self._links.values()
+        joined = [  # nobody in the transport may be left when the interpreter ends
+            link.join(deadline - time.monotonic(), both=peer not in self._given_up)
+            for peer, link in self._links.items()
         ]
         self.watchdog.close()
         self._look_after_the_dead()
