@@ -1,4 +1,4 @@
-"""Before a session: what is refused, how it is planned, which tensors alias parameters already."""
+"""Before a session: what is given, refused and planned; which tensors alias parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from zeepo.engine.ranks import choose_stage, find_num_ranks
 from zeepo.engine.reduction import MOST_ASKED
 from zeepo.engine.regions import largest_region_bytes
 from zeepo.engine.tuning import tuning
-from zeepo.errors import UnsupportedError
+from zeepo.errors import ConfigError, UnsupportedError
 from zeepo.optim.catalogue import grain_of, num_states_of, num_temporaries_of
 from zeepo.planner.machine import available_ram_bytes
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
@@ -227,3 +228,21 @@ def _place_of_activations(options: Options) -> str:
     if options.activations == "auto":
         return "disk" if options.disk else "ram"
     return options.activations
+
+
+def models_and_optimizers(
+    model: nn.Module | Sequence[nn.Module] | None, optimizer: Optimizer | Sequence[Optimizer] | None
+) -> tuple[list[nn.Module], list[Optimizer]]:
+    """One or several of each, as lists."""
+    return _listed("model", model, nn.Module), _listed("optimizer", optimizer, Optimizer)
+
+
+def _listed(what: str, given: Any, kind: type) -> list[Any]:
+    if given is None or isinstance(given, kind):
+        return [] if given is None else [given]
+    if isinstance(given, (list, tuple)) and all(isinstance(item, kind) for item in given):
+        return list({id(item): item for item in given}.values())
+    raise ConfigError(
+        f"zeepo.init: {what} is a {type(given).__name__}, not a {kind.__name__} or a list of them. "
+        "Call it as zeepo.init(model, optimizer, ...)."
+    )

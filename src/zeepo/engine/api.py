@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeepo.config import resolve_options
+from zeepo.engine.adoption import models_and_optimizers
 from zeepo.engine.late import LateSession, live_optimizers
-from zeepo.engine.session import Session, models_and_optimizers
+from zeepo.engine.session import Session
 from zeepo.errors import ConfigError, SessionError
 
 _session: Session | None = None

@@ -15,7 +15,6 @@ In between ranks go their own ways: [sharding/network] answers for them.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -31,6 +30,7 @@ from zeepo.config import launched_ranks
 from zeepo.engine.managed import Home
 from zeepo.engine.sharded import Sharded, Stages, Subject
 from zeepo.engine.shards import KIND_NAMES, GatherTier, Offered, Offers
+from zeepo.engine.tuning import tuning
 from zeepo.errors import RankError, UnsupportedError
 from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Tier
@@ -39,7 +39,8 @@ from zeepo.sharding.network import Network
 from zeepo.sharding.ranges import Range, split
 from zeepo.sharding.requests import PeerFuture
 
-PATIENCE_SECONDS = 60.0
+COUNTED = (Subject.BACKWARD, Subject.STEP)
+"""Facts whose number the user can count."""
 
 
 class Ranks:
@@ -50,7 +51,8 @@ class Ranks:
         self._store = store
         self.tiers = tiers
         group = dist.new_group(backend="gloo")
-        self.network = Network(group, store.lock, PATIENCE_SECONDS, KIND_NAMES)
+        patience = tuning().rank_patience_seconds
+        self.network = Network(group, store.lock, patience, KIND_NAMES, COUNTED)
         self.offers = Offers(store, self.network)
         self.rank, self.num_ranks = self.network.rank, self.network.num_ranks
         self.sharded: dict[int, Sharded] = {}
@@ -65,7 +67,6 @@ class Ranks:
         """How many `no_sync` blocks we are in."""
         self._staging: Buffer | None = None
         self._to_refresh: list[Sharded] = []
-        self.network.on_silent = _say
         self.network.meet(Subject.START)
 
     # -- at init ----------------------------------------------------------------------------------
@@ -272,10 +273,6 @@ def _digest(chunk: Chunk) -> bytes:
     for _, memory in chunk.pieces():
         hasher.update(memory)
     return hasher.digest()
-
-
-def _say(message: str) -> None:
-    print(f"zeepo: {message}", file=sys.stderr, flush=True)
 
 
 def find_num_ranks() -> int:

@@ -30,6 +30,7 @@ from zeepo.engine.ends_of_backward import EndsOfBackward
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.lazy import lazy_managers
+from zeepo.engine.legacies import exchange_legacies
 from zeepo.engine.manager import Manager
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.recompute import Recompute
@@ -133,6 +134,7 @@ class Session:
         if self.plan.num_ranks == 1:
             return None
         ranks = Ranks(self._store, self.plan.stage, self._home_tiers())
+        exchange_legacies(ranks.network, self._disk)
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
         self._manager.use_ranks(ranks)
@@ -323,6 +325,8 @@ class Session:
     def _give_everything_back(self) -> None:
         self._closed = True
         failure: DiskError | None = None
+        if self._ranks is not None:
+            self._ranks.network.begin_closing()
         with self._interrupts.held():
             try:
                 self._manager.raw_leases.end_all()
@@ -362,10 +366,12 @@ class Session:
             self._activations.remove()
         self._ends_of_backward.remove()
         if self._ranks is not None:
-            self._ranks.close()
+            self._ranks.network.answers.stop()
         self._manager.abandon()
-        if self._disk is not None:
+        if self._disk is not None:  # before the goodbye: whoever is killed later leaves nothing
             self._disk.close()
+        if self._ranks is not None:
+            self._ranks.close()
         self._pool.trim()
         self._interrupts.remove()
         # A closed session may be remembered for long; what it trained is the user's alone.
@@ -382,21 +388,3 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def models_and_optimizers(
-    model: nn.Module | Sequence[nn.Module] | None, optimizer: Optimizer | Sequence[Optimizer] | None
-) -> tuple[list[nn.Module], list[Optimizer]]:
-    """One or several of each, as lists."""
-    return _listed("model", model, nn.Module), _listed("optimizer", optimizer, Optimizer)
-
-
-def _listed(what: str, given: Any, kind: type) -> list[Any]:
-    if given is None or isinstance(given, kind):
-        return [] if given is None else [given]
-    if isinstance(given, (list, tuple)) and all(isinstance(item, kind) for item in given):
-        return list({id(item): item for item in given}.values())
-    raise ConfigError(
-        f"zeepo.init: {what} is a {type(given).__name__}, not a {kind.__name__} or a list of them. "
-        "Call it as zeepo.init(model, optimizer, ...)."
-    )

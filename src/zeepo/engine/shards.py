@@ -143,6 +143,7 @@ class Offers:
             self._store.release([chunk])
             if offer.on_taken is not None:
                 offer.on_taken()
+        self._network.look_up()
 
     def wait_for_loan(self) -> bool:
         """In the training thread: let go of the lock until something comes back."""
@@ -178,6 +179,7 @@ class Offers:
         if offer.on_taken is not None:
             with self._store.lock:
                 offer.on_taken()
+            self._network.look_up()
         self._network.look_again()
 
 

@@ -31,6 +31,8 @@ class Tuning:
     """Before the first step the model runs on shapes, in a child, to tell what it will need."""
     least_ram: bool = False
     """A session whose ram is not stated gets the least its plan accepts, so that all moves."""
+    rank_patience_seconds: float = 60.0
+    """A rank that is not heard of for this long is given up."""
 
 
 def _from_environment() -> Tuning:
@@ -45,6 +47,7 @@ def _from_environment() -> Tuning:
         activation_window_bytes=int(
             os.environ.get("ZEEPO_TUNING_ACTIVATION_WINDOW_BYTES", str(32 << 20))
         ),
+        rank_patience_seconds=float(os.environ.get("ZEEPO_TUNING_RANK_PATIENCE_SECONDS", "60")),
     )
 
 

@@ -27,6 +27,7 @@ _LOCK = "lock"
 _OWNER = "owner.json"
 _CHUNKS = "chunks.bin"
 _WHOLE = "whole.bin"
+_RETRY_SECONDS = 0.02
 # The lock goes last: until then a second cleaner finds it held.
 _KNOWN_FILES = (_WHOLE, _CHUNKS, _OWNER, _LOCK)
 
@@ -109,6 +110,21 @@ def remove_leftovers(directory: Path) -> list[Path]:
             except OSError:
                 continue  # Another process removed it first, or it is not ours to touch.
     return removed
+
+
+def remove_of_dead(folder: Path, seconds: float) -> bool:
+    """Remove one scratch folder whose owner is dying; False if it lives on, or is not ours."""
+    deadline = time.monotonic() + seconds
+    while _NAME.fullmatch(folder.name):
+        try:
+            return _remove_if_dead(folder)
+        except BlockingIOError:  # the lock is held: by its owner, or by another who removes it
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_RETRY_SECONDS)
+        except OSError:
+            return False  # removed already, or not ours to touch
+    return False
 
 
 def _remove_if_dead(folder: Path) -> bool:

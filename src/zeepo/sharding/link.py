@@ -3,6 +3,8 @@
 Over torch.distributed's point-to-point messages on a process group of zeepo's own. What follows a
 message (its payload) is received where `Receiver.place_for` says, and that must be known at once:
 nothing on a link ever waits for the training thread, so links cannot lock each other up.
+
+Payloads go in pieces, so that a long one is not taken for silence.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from zeepo.sharding.messages import NUM_NUMBERS, Message, Topic, decode
 HEADER_TAG = 1
 PAYLOAD_TAG = 2
 BEAT_SECONDS = 0.5
+PIECE_BYTES = 4 << 20
 
 Sent = Callable[[], None]
 
@@ -34,6 +37,10 @@ class Receiver(Protocol):
 
     def receive(self, peer: int, message: Message) -> None:
         """A message has arrived, and what followed it."""
+        ...
+
+    def heard(self, peer: int) -> None:
+        """A piece of what follows a message has arrived."""
         ...
 
     @property
@@ -51,7 +58,6 @@ class Link:
 
     def __init__(self, group: Any, peer: int, receiver: Receiver):
         self.peer = peer
-        self.last_heard = time.monotonic()
         self.bytes_sent = 0
         """Headers and payloads, as given to the process group."""
         self._group = group
@@ -74,12 +80,13 @@ class Link:
         """Send when it is its turn; `on_sent` when the payload's memory is free again."""
         self._outbox.put((message, payload, on_sent))
 
-    def join(self, seconds: float) -> bool:
-        """Wait until both sides have said goodbye. Whether they have."""
+    def join(self, seconds: float, *, both: bool = True) -> bool:
+        """Wait until both sides have said goodbye, or only we. Whether it is so."""
         deadline = time.monotonic() + seconds
-        for thread in self._threads:
+        threads = self._threads if both else self._threads[:1]
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
     # -- the threads ------------------------------------------------------------------------------
 
@@ -105,8 +112,8 @@ class Link:
         header = torch.frombuffer(message.encode(self._receiver.position), dtype=torch.int64)
         works = [self._group.send([header], self.peer, HEADER_TAG)]
         if payload is not None and message.payload_bytes:
-            bytes_out = torch.frombuffer(payload, dtype=torch.uint8)
-            works.append(self._group.send([bytes_out], self.peer, PAYLOAD_TAG))
+            pieces = _pieces(payload)
+            works += [self._group.send([piece], self.peer, PAYLOAD_TAG) for piece in pieces]
         for work in works:
             work.wait()
         self.bytes_sent += header.nbytes + message.payload_bytes
@@ -117,13 +124,10 @@ class Link:
         while True:
             try:
                 self._group.recv([header], self.peer, HEADER_TAG).wait()
-                self.last_heard = time.monotonic()
                 message = decode(numbers)
                 if message.payload_bytes:
                     place = self._receiver.place_for(self.peer, message)
-                    bytes_in = torch.frombuffer(place, dtype=torch.uint8)
-                    self._group.recv([bytes_in], self.peer, PAYLOAD_TAG).wait()
-                    self.last_heard = time.monotonic()
+                    self._receive_into(place)
                 if message.topic is Topic.BYE:
                     self._receiver.ended(self.peer, None)
                     return
@@ -131,6 +135,18 @@ class Link:
             except Exception as error:  # a broken connection, or a fault of ours: it is told
                 self._receiver.ended(self.peer, error)
                 return
+
+    def _receive_into(self, place: memoryview) -> None:
+        pieces = _pieces(place)
+        works = [self._group.recv([piece], self.peer, PAYLOAD_TAG) for piece in pieces]
+        for work in works:
+            work.wait()
+            self._receiver.heard(self.peer)
+
+
+def _pieces(memory: memoryview) -> list[torch.Tensor]:
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return [whole[low : low + PIECE_BYTES] for low in range(0, memory.nbytes, PIECE_BYTES)]
 
 
 def first_words(error: Exception) -> str:

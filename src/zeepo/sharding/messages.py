@@ -33,6 +33,13 @@ class Topic(IntEnum):
     """What you asked for cannot be had; the reason follows."""
     NOTE = 7
     """A fact for everybody: subject, number, and bytes."""
+    WAIT = 9
+    """My training thread has been waiting for a while: for a fact (subject, number; subject 0 is
+    something else), and the words for it follow."""
+    GO = 10
+    """It waits no more."""
+    LEAVE = 11
+    """I will not train on, and the reason follows. What I have can be asked for until BYE."""
 
 
 @dataclass(frozen=True)

@@ -6,37 +6,40 @@ different number of them, and nothing hangs. On one host the bytes are copied st
 owner's memory; otherwise they are sent.
 
 [Note: waiting for ranks]
-The training thread waits in `wait_for` alone. There it lets go of the session's lock, which the
-link threads need to look up what others ask for, and watches the ranks it waits for: one that is
-gone, or silent for longer than `patience_seconds`, is named in a RankError.
+The training thread waits in `_waiting` alone. There it lets go of the session's lock, which the
+link threads need to look up what others ask for, and watches the ranks it waits for ([watchdog]).
+When a wait fails, the others are told that this rank leaves, and why.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
-import os
-import struct
+import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from zeepo.errors import RankError
+from zeepo.sharding.answers import Answers
 from zeepo.sharding.link import Link, first_words
 from zeepo.sharding.messages import Message, Topic
-from zeepo.sharding.neighbour import Place, address_of, allow_reading, host_name, read_memory
-from zeepo.sharding.requests import Counters, Loan, PeerFuture, Provider, Pull, Wanted, joined
+from zeepo.sharding.neighbour import Card, Place, address_of, process_of, read_memory
+from zeepo.sharding.requests import Counters, PeerFuture, Provider, Pull, Wanted
+from zeepo.sharding.watchdog import CLOSING, Wait, Watchdog
 
 CHECK_SECONDS = 0.2
-POLL_SECONDS = 0.0005
-SILENT_SECONDS = 5.0
-"""A rank that is not heard of for this long is named; training goes on when it wakes up."""
-STRAGGLER_SECONDS = 1.0
-PHASES = ("outside a step", "in forward", "in backward", "in optimizer.step", "closing")
+GOODBYE_SECONDS = 2.0
+"""How long it may take to say goodbye when something is wrong."""
+STALL_SECONDS = 1800.0
+HEALTH = (Topic.BEAT, Topic.WAIT, Topic.GO)
+"""Messages that only tell how a rank is."""
 
 
 class Network:
@@ -48,37 +51,58 @@ class Network:
         lock: threading.RLock,
         patience_seconds: float,
         kinds: dict[int, str],
+        counted: Collection[int] = (),
     ):
+        """`counted`: subjects of facts whose number means something to the user."""
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
         self.peers = [r for r in range(self.num_ranks) if r != self.rank]
         self.counters = Counters()
-        self.provider: Provider | None = None
-        """Until there is one, and `look_again` is called, requests wait."""
-        self.on_straggler: Callable[[int, str, float], None] = lambda rank, what, seconds: None
-        self.on_silent: Callable[[str], None] = lambda message: None
-        self.position = (0, 0)
-        """Step and phase of the training thread, for the others to read."""
+        self.on_dead: Callable[[int], None] = lambda rank: None
+        """Called once with a rank whose connection broke, before anybody is told."""
+        self.watchdog = Watchdog(self.rank, self.peers, patience_seconds, STALL_SECONDS, counted)
+        self.watchdog.announce = self._announce
+        self.watchdog.give_up = self._give_up
         self._kinds = kinds
         self._lock: Any = lock
-        self._patience_seconds = patience_seconds
         self._state = threading.Condition()
         """Guards everything below; held for moments only, with no other lock inside."""
         self._identities = itertools.count(1)
         self._pulls: dict[int, Pull] = {}
-        self._loans: dict[tuple[int, int], Loan] = {}
-        self._parked: list[tuple[int, Message]] = []
-        self._num_changes = 0
         self._notes: dict[tuple[int, int], dict[int, bytes]] = {}
         self._arriving: dict[int, bytearray] = {}
-        self._positions: dict[int, tuple[int, int]] = {}
-        self._ended: dict[int, str] = {}
+        self._ended = self.watchdog.ended
+        self._dead: list[int] = []
+        """Ranks that ended without a goodbye, and that nobody has looked after yet."""
         self._near: dict[int, int] = {}
         """Ranks whose memory we can read -> their process."""
-        self._named_silent: set[int] = set()
+        self._given_up: set[int] = set()
+        """Ranks that were silent for too long: their connection is still there."""
+        self._has_left = False
+        self._is_broken = False
         self._links = {peer: Link(group, peer, self) for peer in self.peers}
+        self.answers = Answers(self._links, self._ended, self._state, self._count_sent)
         for link in self._links.values():
             link.start()
+        atexit.register(self._at_exit)
+
+    @property
+    def provider(self) -> Provider | None:
+        """Who answers when others ask us."""
+        return self.answers.provider
+
+    @provider.setter
+    def provider(self, provider: Provider) -> None:
+        self.answers.provider = provider
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Step and phase of the training thread, for the others to read."""
+        return self.watchdog.position
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None:
+        self.watchdog.position = position
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -91,7 +115,7 @@ class Network:
                 future.waits_for.add(peer)
                 self._pulls[identity] = Pull(peer, target, future)
         if is_gone:
-            future.part_done(self._gone(peer, future.what))
+            future.part_done(self.watchdog.gone(peer, future.what))
             return
         can_read = int(peer in self._near)
         self._links[peer].post(
@@ -103,59 +127,15 @@ class Network:
         )
 
     def look_again(self) -> None:
-        """Something changed: requests that could not be answered may be answered now."""
-        with self._state:
-            self._num_changes += 1
-            parked, self._parked = self._parked, []
-        for peer, message in parked:
-            self._answer(peer, message)
-
-    def _answer(self, peer: int, message: Message) -> None:
-        kind, key, version, low, high, can_read = message.arguments[:6]
-
-        def reply(loan: Loan | Exception) -> None:
-            if isinstance(loan, Exception):
-                reason = bytearray(str(loan).encode())
-                failure = Message(Topic.FAIL, message.identity, (), len(reason))
-                self._links[peer].post(failure, memoryview(reason))
-                return
-            self._count(self.counters.bytes_sent, kind, high - low)
-            if can_read:
-                self._lend(peer, message.identity, kind, loan)
-            else:
-                memory = joined(loan.pieces, high - low)
-                data = Message(Topic.DATA, message.identity, (kind,), memory.nbytes)
-                self._links[peer].post(data, memory, loan.give_back)
-
-        wanted = Wanted(kind, key, version, low, high)
-        while True:
-            changes = self._num_changes
-            if self.provider is not None and self.provider(wanted, reply):
-                return
-            with self._state:
-                if changes == self._num_changes:  # else: it may have come while we looked
-                    self._parked.append((peer, message))
-                    return
-
-    def _lend(self, peer: int, identity: int, kind: int, loan: Loan) -> None:
-        with self._state:
-            is_gone = peer in self._ended
-            if not is_gone:
-                self._loans[peer, identity] = loan
-        if is_gone:
-            loan.give_back()
-            return
-        places = [(offset, address_of(memory), memory.nbytes) for offset, memory in loan.pieces]
-        table = memoryview(bytearray(array("q", [n for place in places for n in place]).tobytes()))
-        self._links[peer].post(Message(Topic.LOAN, identity, (kind,), table.nbytes), table)
+        """Something changed: what others ask for may be there now."""
+        self.answers.look_again()
 
     # -- telling ----------------------------------------------------------------------------------
 
     def tell(self, subject: int, number: int, fact: bytes) -> None:
         """Let every rank know a fact, by subject and number."""
-        note = Message(Topic.NOTE, 0, (subject, number), len(fact))
-        for link in self._links.values():
-            link.post(note, memoryview(bytearray(fact)) if fact else None)
+        self.watchdog.told(subject, number)
+        self._post_all(Message(Topic.NOTE, 0, (subject, number)), fact)
 
     def collect(self, subject: int, number: int, fact: bytes, what: str) -> list[bytes]:
         """Tell a fact and wait for everybody's: the same list, by rank, on every rank."""
@@ -165,9 +145,8 @@ class Network:
 
     def await_all(self, subject: int, number: int, what: str) -> dict[int, bytes]:
         """Wait until every other rank has told."""
-        started = time.monotonic()
         missing: set[int] = set()
-        with self._let_go():
+        with self._waiting(Wait(what, (subject, number))) as wait:
             while True:
                 with self._state:
                     told = self._notes.get((subject, number), {})
@@ -177,38 +156,63 @@ class Network:
                     missing = {peer for peer in self.peers if peer not in told}
                     gone = missing & self._ended.keys()
                     if gone:
-                        raise self._gone(min(gone), what)
+                        raise self.watchdog.gone(min(gone), what)
                     self._state.wait(CHECK_SECONDS)
-                self._check_silent(missing, what)
-        self._note_wait(missing, what, started)
+                self.watchdog.check(wait, missing)
+        self._note_wait(wait, missing)
         return told
 
     # -- waiting ----------------------------------------------------------------------------------
 
     def wait_for(self, future: PeerFuture) -> None:
         """[Note: waiting for ranks]"""
-        if future.done():
-            return
-        started = time.monotonic()
-        waits_for = set(future.waits_for)
-        with self._let_go():
+        if not future.done():
+            self._wait_for(future)
+        error = Future.exception(future)
+        if isinstance(error, RankError):
+            self.leave(_gave_up(error))
+
+    def _wait_for(self, future: PeerFuture) -> None:
+        pending = set(future.waits_for)
+        with self._waiting(Wait(future.what)) as wait:
             while not future.done():
                 try:
                     Future.exception(future, CHECK_SECONDS)
                 except TimeoutError:
-                    self._check_silent(future.waits_for, future.what)
-        self._note_wait(waits_for, future.what, started)
+                    pending = set(future.waits_for)
+                    self.watchdog.check(wait, pending)
+        self._note_wait(wait, pending)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for something the link threads do for the other ranks."""
-        with self._let_go():
-            while not is_so():
+        """Wait for something the link threads do for the others; `look_up` when it may be so."""
+        with self._waiting(Wait(what)) as wait:
+            while True:
                 with self._state:
+                    if is_so():
+                        break
                     gone = set(self._ended)
-                if gone and not is_so():
-                    raise self._gone(min(gone), what)
-                time.sleep(POLL_SECONDS)
-                self._check_silent(self.peers, what)
+                    if gone:
+                        raise self.watchdog.gone(min(gone), what)
+                    self._state.wait(CHECK_SECONDS)
+                self.watchdog.check(wait, self.peers)
+
+    def look_up(self) -> None:
+        """Wake who waits in `wait_until`."""
+        with self._state:
+            self._state.notify_all()
+
+    @contextmanager
+    def _waiting(self, wait: Wait) -> Iterator[Wait]:
+        """[Note: waiting for ranks]"""
+        try:
+            with self._let_go():
+                yield wait
+        except RankError as error:
+            self.leave(_gave_up(error))
+            raise
+        finally:
+            if wait.num_announced:
+                self._announce(None)
 
     @contextmanager
     def _let_go(self) -> Iterator[None]:
@@ -222,42 +226,25 @@ class Network:
         finally:
             self._lock._acquire_restore(held)
 
-    def _note_wait(self, peers: Iterable[int], what: str, started: float) -> None:
-        seconds = time.monotonic() - started
+    def _note_wait(self, wait: Wait, last: Iterable[int]) -> None:
         waited = self.counters.seconds_waited
-        waited[what] = waited.get(what, 0.0) + seconds
-        if seconds > STRAGGLER_SECONDS:
-            for peer in peers:
-                self.on_straggler(peer, what, seconds)
+        waited[wait.what] = waited.get(wait.what, 0.0) + wait.seconds
+        self.watchdog.over(wait, last)
 
-    def _check_silent(self, peers: Iterable[int], what: str) -> None:
-        now = time.monotonic()
-        for peer in sorted(peers):
-            silent = now - self._links[peer].last_heard
-            if silent > self._patience_seconds:
-                raise RankError(
-                    f"rank {self.rank} waits for rank {peer} ({what}), which has not been heard of "
-                    f"for {silent:.1f} s; it was {self._where(peer)}. It hangs, is stopped, or the "
-                    "network is cut. Look at that rank; raise patience if it may be slow."
-                )
-            if silent > SILENT_SECONDS and peer not in self._named_silent:
-                self._named_silent.add(peer)
-                self.on_silent(
-                    f"rank {self.rank} waits for rank {peer} ({what}), which has not been heard of "
-                    f"for {silent:.1f} s; it was {self._where(peer)}. Training goes on when it "
-                    f"wakes up; after {self._patience_seconds:.0f} s it is given up."
-                )
+    def _announce(self, wait: Wait | None) -> None:
+        if wait is None:
+            self._post_all(Message(Topic.GO))
+        else:
+            self._post_all(Message(Topic.WAIT, 0, wait.fact or ()), wait.what.encode())
 
-    def _where(self, peer: int) -> str:
-        step, phase = self._positions.get(peer, (0, 0))
-        return f"{PHASES[phase]}, step {step}"
+    def _post_all(self, message: Message, payload: bytes = b"") -> None:
+        message = replace(message, payload_bytes=len(payload))
+        for link in self._links.values():
+            link.post(message, memoryview(bytearray(payload)) if payload else None)
 
-    def _gone(self, peer: int, what: str) -> RankError:
-        return RankError(
-            f"rank {self.rank} waits for rank {peer} ({what}), but {self._ended[peer]}; it was "
-            f"{self._where(peer)}. Look at what rank {peer} printed last, and start again from the "
-            "last checkpoint."
-        )
+    def _give_up(self, peer: int, reason: str) -> None:
+        self._given_up.add(peer)
+        self.ended(peer, TimeoutError(reason))
 
     # -- what arrives (in the links' threads) -----------------------------------------------------
 
@@ -270,8 +257,8 @@ class Network:
         return memoryview(room)
 
     def receive(self, peer: int, message: Message) -> None:
-        self._named_silent.discard(peer)
-        self._positions[peer] = message.position
+        self.watchdog.heard(peer, message.position)
+        self.watchdog.num_moved += message.topic not in HEALTH
         if message.topic is Topic.NOTE:
             subject, number = message.arguments[:2]
             fact = self._what_followed(peer, message)
@@ -279,7 +266,7 @@ class Network:
                 self._notes.setdefault((subject, number), {})[peer] = fact
                 self._state.notify_all()
         elif message.topic is Topic.PULL:
-            self._answer(peer, message)
+            self.answers.answer(peer, message)
         elif message.topic is Topic.DATA:
             self._finish(message)
         elif message.topic is Topic.LOAN:
@@ -287,10 +274,26 @@ class Network:
         elif message.topic is Topic.FAIL:
             self._fail(peer, message)
         elif message.topic is Topic.RETURN:
+            self.answers.returned(peer, message.identity)
+        elif message.topic is not Topic.BEAT:
+            self._hear_of_training(peer, message)
+
+    def heard(self, peer: int) -> None:
+        self.watchdog.heard(peer)
+        self.watchdog.num_moved += 1
+
+    def _hear_of_training(self, peer: int, message: Message) -> None:
+        """A rank waits, goes on, or leaves."""
+        words = self._what_followed(peer, message).decode()
+        if message.topic is Topic.LEAVE:
+            self.watchdog.leaving[peer] = words
             with self._state:
-                loan = self._loans.pop((peer, message.identity), None)
-            if loan is not None:
-                loan.give_back()
+                self._state.notify_all()
+        else:
+            subject, number = message.arguments[:2]
+            fact = (subject, number) if subject else None
+            is_waiting = message.topic is Topic.WAIT
+            self.watchdog.peer_waits(peer, Wait(words, fact) if is_waiting else None)
 
     def _what_followed(self, peer: int, message: Message) -> bytes:
         return bytes(self._arriving.pop(peer)) if message.payload_bytes else b""
@@ -324,6 +327,9 @@ class Network:
         pull.future.waits_for.discard(pull.peer)
         pull.future.part_done()
 
+    def _count_sent(self, kind: int, nbytes: int) -> None:
+        self._count(self.counters.bytes_sent, kind, nbytes)
+
     def _count(self, table: dict[str, int], kind: int, nbytes: int) -> None:
         name = self._kinds[kind]
         with self._state:
@@ -332,50 +338,83 @@ class Network:
     def ended(self, peer: int, error: Exception | None) -> None:
         """Its link is over: what was asked of it fails, what was lent to it comes back."""
         reason = "it has closed its session"
-        if error is not None:
+        if isinstance(error, TimeoutError):
+            reason = str(error)
+        elif error is not None:
             reason = f"its connection broke ({first_words(error)})"
         with self._state:
-            self._ended.setdefault(peer, reason)
+            is_first = self._ended.setdefault(peer, reason) is reason
+            if is_first and error is not None:
+                self._is_broken = True
+                self._dead.append(peer)
             lost = [pull for pull in self._pulls.values() if pull.peer == peer]
             self._pulls = {k: p for k, p in self._pulls.items() if p.peer != peer}
-            loans = [loan for (to, _), loan in self._loans.items() if to == peer]
-            self._loans = {k: loan for k, loan in self._loans.items() if k[0] != peer}
             self._state.notify_all()
         for pull in lost:
-            pull.future.part_done(self._gone(peer, pull.future.what))
-        for loan in loans:
-            loan.give_back()
+            pull.future.part_done(self.watchdog.gone(peer, pull.future.what))
+        self.answers.ended(peer)
 
     # -- beginning and end ------------------------------------------------------------------------
 
     def meet(self, subject: int) -> None:
         """Find out which ranks share this host, by trying."""
-        allow_reading()
-        secret = bytearray(os.urandom(16))
-        address = address_of(memoryview(secret))
-        card = struct.pack("<qq16s", os.getpid(), address, bytes(secret)) + host_name()
-        cards = self.collect(subject, 0, card, "the start")
-        for peer in self.peers:
-            pid, where, expected = struct.unpack("<qq16s", cards[peer][:32])
-            seen = bytearray(16)
-            if cards[peer][32:] == host_name():
-                try:
-                    read_memory(pid, [Place(0, where, 16)], memoryview(seen))
-                except OSError:
-                    continue  # not allowed here: bytes are sent instead
-                if seen == expected:
-                    self._near[peer] = pid
-        self.collect(subject, 1, b"", "the start")  # the secret stays until all have looked
+        card = Card()
+        cards = self.collect(subject, 0, card.encode(), "the start")
+        found = {peer: process_of(cards[peer]) for peer in self.peers}
+        self._near = {peer: pid for peer, pid in found.items() if pid is not None}
+        self.collect(subject, 1, b"", "the start")  # the card stays until all have looked
+        del card
 
     @property
     def bytes_posted(self) -> int:
         """What was given to the process group, headers included."""
         return sum(link.bytes_sent for link in self._links.values())
 
+    def leave(self, reason: str) -> None:
+        """This rank does not train on: the others learn why, instead of waiting for it."""
+        if not self._has_left:
+            self._has_left = True
+            self._post_all(Message(Topic.LEAVE), reason.encode())
+        self._look_after_the_dead()
+
+    def begin_closing(self) -> None:
+        """From now on we take part in nothing but closing; an exception that is the reason is
+        told."""
+        self.position = (self.position[0], CLOSING)
+        error = sys.exception()
+        if error is not None:
+            self.leave(f"it raised {_in_words(error)}")
+
     def close(self) -> bool:
         """Say goodbye and wait for the others to do so. Whether all did."""
-        for link in self._links.values():
-            link.post(Message(Topic.BYE))
-        deadline = time.monotonic() + self._patience_seconds
-        joined = [link.join(deadline - time.monotonic()) for link in self._links.values()]
+        atexit.unregister(self._at_exit)
+        self._post_all(Message(Topic.BYE))
+        is_orderly = not (self._has_left or self._is_broken or self.watchdog.leaving)
+        seconds = self.watchdog.patience_seconds if is_orderly else GOODBYE_SECONDS
+        deadline = time.monotonic() + seconds
+        joined = [  # nobody in the transport may be left when the interpreter ends
+            link.join(deadline - time.monotonic(), both=peer not in self._given_up)
+            for peer, link in self._links.items()
+        ]
+        self.watchdog.close()
+        self._look_after_the_dead()
         return all(joined)
+
+    def _look_after_the_dead(self) -> None:
+        while self._dead:
+            self.on_dead(self._dead.pop())
+
+    def _at_exit(self) -> None:
+        """The script ends with an open session."""
+        error = getattr(sys, "last_value", None)
+        how = f"with {_in_words(error)}" if error is not None else "without closing its session"
+        self.leave(f"its script ended {how}")
+        self.close()
+
+
+def _gave_up(error: RankError) -> str:
+    return f"it gave up: {str(error).split('; it was')[0].split('. ')[0]}"
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
