@@ -66,6 +66,8 @@ class Chunk:
         """False for what is assembled from other chunks: that needs their room too."""
         self.is_copy = False
         """What is here is a copy of parts on all ranks: few of such are kept beyond their use."""
+        self.is_foreseeable = True
+        """Whether its uses tell when the next will be; False when other ranks' pace decides."""
         self.last_lease = 0
         """When it was leased last, counted in leases."""
         self.is_part = False

@@ -249,7 +249,8 @@ class ChunkStore:
                     self.moves.start_fetch(chunk)
                 for chunk in chunks:
                     self.moves.finish_fetch(chunk)
-                is_new = [self.trace.access(c.key) for c in chunks if not c.is_empty]
+                used = [c for c in chunks if c.is_foreseeable and not c.is_empty]
+                is_new = [self.trace.access(c.key) for c in used]
                 if any(is_new):
                     self.moves.let_copies_go()
                     self.read_ahead()

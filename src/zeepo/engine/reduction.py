@@ -62,6 +62,7 @@ class Reduction:
                 Kind.GRAD, f"{whole.label}.contribution", whole.layout, self._ranks.tiers[Kind.GRAD]
             )
             sharded.contribution.is_part = True
+            sharded.contribution.is_foreseeable = False
         return sharded.contribution
 
     # -- while backward runs ----------------------------------------------------------------------
