@@ -54,6 +54,7 @@ def test_the_option_list_and_its_defaults_are_frozen() -> None:
         "activations": "auto",
         "precision": None,
         "update": "step",
+        "weigh_samples": True,
         "durable": False,
         "resume": None,
         "zero_offload": None,

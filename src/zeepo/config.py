@@ -43,6 +43,9 @@ class Options:
     stage: int | Literal["auto"] = "auto"
     """ZeRO stage, a threshold: STATE is sharded from 1, GRAD from 2, PARAM from 3."""
 
+    weigh_samples: bool = True
+    """Whether ranks whose batches differ in size contribute by their number of samples."""
+
     device_memory: int | None = None
     """Bytes of accelerator memory per rank; None is what is free, less a margin."""
 
@@ -309,6 +312,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "activations": _choice(*_PLACEMENTS, "recompute"),
     "precision": _optional(_parse_text),
     "update": _choice("step", "backward"),
+    "weigh_samples": _parse_flag,
     "durable": _parse_flag,
     "resume": _optional(_parse_path),
     "zero_offload": _optional(_parse_flag),
@@ -355,15 +359,15 @@ def _check_devices(options: Options, given: Mapping[str, _Given]) -> None:
             )
 
 
-def launched_ranks(environ: Mapping[str, str]) -> int:
-    """How many ranks a launcher says it has started."""
-    text = environ.get("WORLD_SIZE", "1")
+def launched_ranks(environ: Mapping[str, str], variable: str = "WORLD_SIZE") -> int:
+    """How many ranks a launcher says it has started; `LOCAL_WORLD_SIZE`: on this host."""
+    text = environ.get(variable, "1")
     try:
         return _parse_count(text)
     except ValueError as error:
         raise ConfigError(
-            f"WORLD_SIZE={text!r} is not a number of ranks. Start the program with its launcher, "
-            "or unset WORLD_SIZE."
+            f"{variable}={text!r} is not a number of ranks. Start the program with its launcher, "
+            f"or unset {variable}."
         ) from error
 
 

@@ -259,33 +259,42 @@ class Moves:
 
     def let_copies_go(self) -> None:
         """Of copies of what is split over the ranks, keep the few that are needed soonest."""
-        idle = self._idle_copies()
-        if len(idle) > COPIES_KEPT:
-            idle.sort(key=lambda c: (self.trace.next_use(c.key), -c.last_lease))
-            for chunk in idle[COPIES_KEPT:]:
-                is_coming = chunk.fetching is not None and not chunk.fetching.done()
-                if not chunk.is_dirty and not is_coming:
-                    self.evict(chunk)
+        for chunk in self._idle_copies()[COPIES_KEPT:]:
+            self._let_copy_go(chunk)
 
     def _idle_copies(self) -> list[Chunk]:
-        return [
+        """Not in use; what is needed soonest comes first, or what was used last."""
+        idle = [
             c for c in self.copies if not c.leases and (c.fetching is not None or c.is_resident)
         ]
+        return sorted(idle, key=lambda c: (self.trace.next_use(c.key), -c.last_lease))
+
+    def _let_copy_go(self, chunk: Chunk) -> bool:
+        is_coming = chunk.fetching is not None and not chunk.fetching.done()
+        if chunk.is_dirty or is_coming:
+            return False
+        self.evict(chunk)
+        return True
+
+    def _make_way_for_copy(self, chunk: Chunk) -> bool:
+        """Whether one more copy may be read ahead, in the place of one that is needed later."""
+        idle = self._idle_copies()
+        if len(idle) < COPIES_KEPT:
+            return True
+        is_later = self.trace.next_use(idle[-1].key) > self.trace.next_use(chunk.key)
+        return is_later and self._let_copy_go(idle[-1])
 
     def prefetch(self) -> None:
         """Start reading what comes next, as far as room can be had without harm."""
-        num_copies = len(self._idle_copies())
         for key in self.trace.upcoming(LOOKAHEAD_CHUNKS):
             chunk = self.chunks.get(key)
             if chunk is None or chunk.buffer is not None or not chunk.may_be_prefetched:
                 continue
-            if chunk.is_copy:
-                if num_copies >= COPIES_KEPT:
-                    continue
-                num_copies += 1
             if chunk.is_resident or chunk.is_empty:
                 continue
             if chunk.extent is None or chunk.is_dirty:
+                continue
+            if chunk.is_copy and not self._make_way_for_copy(chunk):
                 continue
             nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
             if not self.pool.can_acquire(nbytes) and not self.make_room_early(chunk, nbytes):

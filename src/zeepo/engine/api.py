@@ -39,6 +39,8 @@ def init(
       disk when memory is short.
     - stage: with several ranks, what is split over them: 0 nothing, 1 optimizer state, 2 gradients
       too, 3 parameters too; default "auto": 3, or 0 for optimizers that need whole parameters.
+    - weigh_samples: whether ranks whose batches differ in size contribute by their number of
+      samples; default True. False: all alike, as torch's DDP.
     - progress: whether progress is shown on stderr; default "auto": when it is a terminal.
     - events: a file to which every event is appended, one JSON object per line; default: none.
 

@@ -6,6 +6,7 @@ function of torch's; the end of the outermost call is the end of the backward.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,11 @@ class EndsOfBackward:
 
     def install(self) -> None:
         self._original = original = _AUTOGRAD._engine_run_backward
+        process = os.getpid()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            is_watched = self._depth == 0 and kwargs.get("accumulate_grad", True)
+            is_ours = os.getpid() == process  # not a forked child that tries the model on shapes
+            is_watched = is_ours and self._depth == 0 and kwargs.get("accumulate_grad", True)
             if is_watched:
                 self._at_begin()
             self._depth += 1

@@ -177,7 +177,24 @@ class Gradients:
             return
         write_autograd_grad(home.parameter, value)
         self.drop(home)
-        self.absorb(home)
+        if self._reduction is not None and value is not None:
+            self._replace(home, self._reduction)
+        else:
+            self.absorb(home)
+
+    def _replace(self, home: Home, reduction: Reduction) -> None:
+        """`p.grad = value` with several ranks: the same on all of them, and reduced already."""
+        assert home.parameter is not None
+        value = read_autograd_grad(home.parameter)
+        assert value is not None
+        if value.layout is not torch.strided or value.dtype != home.plain.dtype:
+            return
+        write_autograd_grad(home.parameter, None)
+        with torch.no_grad(), plain_torch():
+            reduction.replace(home, torch.empty_like(home.plain).copy_(value))
+            grads = self._chunk_for(home)
+            forget_copy(self._store, grads)
+            home.grad = self._shell(home, grads)
 
     def drop(self, home: Home) -> None:
         """Forget a gradient; one that the user still holds becomes an ordinary tensor."""

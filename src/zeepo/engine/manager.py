@@ -7,7 +7,7 @@ the data. It owns the store and the table of storages; it knows nothing of optim
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,11 +83,11 @@ class Manager:
             self.ranks.add(chunk)
         return chunk
 
-    def use_ranks(self, ranks: Ranks) -> None:
+    def use_ranks(self, ranks: Ranks, count_samples: Callable[[], int]) -> None:
         """Everything adopted from now on is shared with the other ranks."""
         self.ranks = ranks
         ranks.slots = self.slots
-        self.reduction = Reduction(self.store, ranks)
+        self.reduction = Reduction(self.store, ranks, count_samples)
         self._split_gradients = SplitGradients(self.store, ranks, self.reduction)
         self.gradients.use_ranks(self.reduction)
 

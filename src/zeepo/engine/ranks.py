@@ -38,6 +38,7 @@ from zeepo.optim.catalogue import Grain, grain_of
 from zeepo.sharding.network import Network
 from zeepo.sharding.ranges import Range, split
 from zeepo.sharding.requests import PeerFuture
+from zeepo.sharding.watchdog import Phase
 
 COUNTED = (Subject.BACKWARD, Subject.STEP)
 """Facts whose number the user can count."""
@@ -160,25 +161,32 @@ class Ranks:
         """
         tier = whole.home
         assert isinstance(tier, GatherTier)
-        told = self._exchange(Subject.CHANGE, _digest(whole), f"a change of {whole.label}")
-        differing = [rank for rank in range(self.num_ranks) if told[rank] != told[0]]
-        if differing:
-            raise RankError(
-                f"{whole.label} was changed to other values on rank {differing[0]} than on rank 0. "
-                "A change outside optimizer.step() has to be the same on every rank: use the same "
-                "random seed, or send one rank's values to all (torch.distributed.broadcast)."
-            )
+        self._agree_on_digest(_digest(whole), whole.label)
         tier.write_to_shard(whole.pieces())
         self.offers.offer_next(tier)
         whole.version += 1
         whole.lower_version = whole.version
+
+    def agree_on_change(self, values: memoryview, what: str) -> None:
+        """RankError unless all ranks give the same bytes."""
+        self._agree_on_digest(xxhash.xxh3_128_digest(values), what)
+
+    def _agree_on_digest(self, digest: bytes, what: str) -> None:
+        told = self._exchange(Subject.CHANGE, digest, f"a change of {what}")
+        differing = [rank for rank in range(self.num_ranks) if told[rank] != told[0]]
+        if differing:
+            raise RankError(
+                f"{what} was changed to other values on rank {differing[0]} than on rank 0. "
+                "A change outside optimizer.step() has to be the same on every rank: use the same "
+                "random seed, or send one rank's values to all (torch.distributed.broadcast)."
+            )
 
     # -- the step ---------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """All ranks are here: from now on values may change."""
         self.num_steps += 1
-        self.network.position = (self.num_steps, 3)
+        self.network.position = (self.num_steps, Phase.STEP)
         self._settle_copies()
         self.network.collect(Subject.STEP, self.num_steps, b"", "optimizer.step")
 
@@ -252,12 +260,12 @@ class Ranks:
                 sharded.whole.may_be_prefetched = True
         if not self.stages.splits(Kind.STATE):  # others may still gather gradients for theirs
             self.meet("the end of optimizer.step")
-        self.network.position = (self.num_steps, 1)
+        self.network.position = (self.num_steps, Phase.FORWARD)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def meet_at_close(self, what: str) -> None:
-        self.network.position = (self.num_steps, 4)
+        self.network.position = (self.num_steps, Phase.CLOSING)
         self.meet(what, Subject.CLOSE)
 
     def close(self) -> None:

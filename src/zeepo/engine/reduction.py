@@ -17,20 +17,24 @@ second turn, after the end of backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from zeepo import events
+from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.chunks.wholes import copy_into
 from zeepo.engine.managed import Home
 from zeepo.engine.passage import Passage
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.sharded import Sharded, Subject
-from zeepo.engine.shards import GatherTier
-from zeepo.engine.summing import add_typed, flat_bytes
+from zeepo.engine.shards import GatherTier, cut_out
+from zeepo.engine.summing import add_typed, flat_bytes, weights_of
 from zeepo.errors import BudgetError, RankError
 from zeepo.memory.pool import Buffer
+from zeepo.sharding.watchdog import Phase
 
 MOST_ASKED = 2
 """How many passages have asked for the others' parts at once: so many buffers are needed."""
@@ -41,9 +45,14 @@ Present = list[set[int]]
 class Reduction:
     """Contributions and reduced gradients of one session."""
 
-    def __init__(self, store: ChunkStore, ranks: Ranks):
+    def __init__(self, store: ChunkStore, ranks: Ranks, count_samples: Callable[[], int]):
         self._store = store
         self._ranks = ranks
+        self._count_samples = count_samples
+        self._num_samples = 0
+        """Since the last reduction, as far as known."""
+        self._weights: list[float] | None = None
+        self._is_difference_told = False
         self.num_backwards = 0
         self._is_reducing = False
         self._complete: list[Sharded] = []
@@ -74,9 +83,13 @@ class Reduction:
         for sharded in self._ranks.sharded.values():
             sharded.fresh.clear()
             sharded.sent = None
+        self._num_samples += self._count_samples()
         if self._is_reducing:
             self.num_backwards += 1
-            self._ranks.network.position = (self._ranks.num_steps, 2)
+            self._ranks.network.position = (self._ranks.num_steps, Phase.BACKWARD)
+            count = self._num_samples.to_bytes(8, "little")
+            self._ranks.network.tell(Subject.SAMPLES, self.num_backwards, count)
+            self._weights = None
 
     def contributed(self, home: Home) -> None:
         """A parameter has got a gradient."""
@@ -148,6 +161,8 @@ class Reduction:
             if any(present[sharded.whole.key, 1]):
                 self._send(sharded, turn=1)
         self._finish(present, turn=1)
+        self._weigh()  # whatever was told is heard
+        self._num_samples = 0
         self._is_reducing = False
         return {
             key: set().union(*present[key, 0], *present[key, 1])
@@ -158,6 +173,7 @@ class Reduction:
     def _agree(self) -> dict[tuple[int, int], Present]:
         """(PARAM chunk, turn) -> on each rank, the slots that got a gradient in this backward."""
         chunks = self._ranks.sharded
+        self._ranks.network.position = (self._ranks.num_steps, Phase.END_OF_BACKWARD)
         mine = bytearray()
         for sharded in chunks.values():
             left = _slots(sharded.contribution)
@@ -212,7 +228,7 @@ class Reduction:
         sharded = passage.sharded
         homes = self._ranks.slots[sharded.whole.key]
         dtypes = [home.plain.dtype for home in homes]
-        total = passage.sum(self._weights(), dtypes)
+        total = passage.sum(self._weigh(), dtypes)
         kept = kept_too | {home.index for home in homes if home.grad is not None}
         shard = self.grad_tier(sharded).shard
         assert shard is not None
@@ -225,8 +241,29 @@ class Reduction:
             total.release()
         self.gradient_changed(sharded)
 
-    def _weights(self) -> list[float]:
-        return [1.0 / self._ranks.num_ranks] * self._ranks.num_ranks
+    def _weigh(self) -> list[float]:
+        """By how much each rank's gradients of this backward count."""
+        if self._weights is None:
+            told = self._ranks.network.await_all(
+                Subject.SAMPLES, self.num_backwards, "the size of its batch"
+            )
+            told[self._ranks.rank] = self._num_samples.to_bytes(8, "little")
+            counts = [int.from_bytes(told[r], "little") for r in range(self._ranks.num_ranks)]
+            self._weights = weights_of(counts)
+            self._tell_of_difference(counts)
+        return self._weights
+
+    def _tell_of_difference(self, counts: Sequence[int]) -> None:
+        if (
+            len(set(self._weights or [])) > 1
+            and not self._is_difference_told
+            and not self._ranks.rank
+        ):
+            self._is_difference_told = True
+            events.warn(
+                f"the ranks' batches have {', '.join(map(str, counts))} samples: their gradients "
+                "are weighted by that (weigh_samples=False: all ranks alike, as torch's DDP)."
+            )
 
     def _add_to_shard(
         self,
@@ -249,6 +286,41 @@ class Reduction:
             self._store.mark_changed(shard)
         finally:
             self._store.release([shard])
+
+    def replace(self, home: Home, value: Tensor) -> None:
+        """The user's own gradient, in the parameter's order in memory, becomes the reduced one."""
+        sharded = self._ranks.sharded[home.chunk.key]
+        memory = memory_of(value.untyped_storage())
+        self._ranks.agree_on_change(memory, f"{home.name}.grad")
+        shard, own = self.grad_tier(sharded).shard, sharded.own
+        slot = sharded.whole.layout.slots[home.index]
+        if shard is not None:
+            if shard.is_empty:
+                self._fill_with_zeros(shard)
+            self._store.lease([shard])
+            try:
+                ((_, here),) = shard.pieces()
+                copy_into(here, cut_out([(slot.offset_bytes, memory)], own.low, own.high))
+                self._store.mark_changed(shard)
+            finally:
+                self._store.release([shard])
+        self.gradient_changed(sharded)
+
+    def _fill_with_zeros(self, shard: Chunk) -> None:
+        buffer = self._store.new_buffer(shard.layout.nbytes, shard.kind.value)
+        torch.frombuffer(buffer.memory, dtype=torch.uint8).zero_()
+        self._store.adopt_buffer(shard, buffer)
+
+    def refuse_unreduced(self) -> None:
+        """A step needs gradients that all ranks have agreed on."""
+        for key in self._ranks.sharded:
+            for home in self._ranks.slots[key]:
+                if home.contribution is not None:
+                    raise RankError(
+                        f"optimizer.step: the gradient of {home.name} was made inside no_sync() "
+                        "and is this rank's own. Call the last backward() before optimizer.step() "
+                        "outside no_sync()."
+                    )
 
     def gradient_changed(self, sharded: Sharded) -> None:
         """Our part of a reduced gradient is new: others get it when they have come as far."""

@@ -35,6 +35,7 @@ from zeepo.engine.manager import Manager
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.recompute import Recompute
 from zeepo.engine.regions import Regions
+from zeepo.engine.samples import Samples
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
 from zeepo.engine.telemetry import Telemetry
@@ -113,6 +114,7 @@ class Session:
             self._adopt_units(units)
             if self._ranks is not None:
                 self._ends_of_backward.install()
+                self._samples.watch(self._models if options.weigh_samples else [])
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
             self._regions.install(self._models)
@@ -131,13 +133,14 @@ class Session:
     def _join_ranks(self, units: Sequence[Unit]) -> Ranks | None:
         """With several ranks, what each of them does is agreed with the others."""
         self._ends_of_backward = EndsOfBackward(self._before_backward, self._after_backward)
+        self._samples = Samples()
         if self.plan.num_ranks == 1:
             return None
         ranks = Ranks(self._store, self.plan.stage, self._home_tiers())
         exchange_legacies(ranks.network, self._disk)
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
-        self._manager.use_ranks(ranks)
+        self._manager.use_ranks(ranks, self._samples.take)
         return ranks
 
     def _before_backward(self) -> None:
@@ -364,6 +367,7 @@ class Session:
         self._regions.remove()
         if self._activations is not None:
             self._activations.remove()
+        self._samples.stop()
         self._ends_of_backward.remove()
         if self._ranks is not None:
             self._ranks.network.answers.stop()

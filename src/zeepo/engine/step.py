@@ -74,6 +74,8 @@ class OptimizerStep:
         self.finish_put_off()
         ranks = self._manager.ranks
         if ranks is not None:
+            assert self._manager.reduction is not None
+            self._manager.reduction.refuse_unreduced()
             self._manager.raw_leases.end_all()
             ranks.begin_step()
         by_chunk, odd = self._collect()

@@ -11,6 +11,16 @@ from zeepo.chunks.store import Chunk
 from zeepo.engine.sharded import Sharded
 
 
+def weights_of(counts: Sequence[int]) -> list[float]:
+    """What each rank's gradients are multiplied by; they add up to one.
+
+    Equal shares when all batches are as large, or when one is unknown.
+    """
+    if len(set(counts)) == 1 or 0 in counts:
+        return [1.0 / len(counts)] * len(counts)
+    return [count / sum(counts) for count in counts]
+
+
 def typed(flat: Tensor, sharded: Sharded, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Our range as tensors of the parameters' types: one for each run of slots of one type."""
     low = sharded.own.low

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from zeepo.config import launched_ranks
+
 MARGIN = 0.1
 """Share of the free memory that is left alone when the user states no budget."""
 
@@ -138,6 +140,7 @@ def spare_bytes() -> int | None:
 
 
 def available_ram_bytes() -> int:
-    """What a session may take when the user states no budget."""
+    """What a session may take when the user states no budget: of the host, this rank's share."""
     spare = spare_bytes()
-    return 4 << 30 if spare is None else int(spare * (1 - MARGIN))
+    ranks = launched_ranks(os.environ, "LOCAL_WORLD_SIZE")
+    return (4 << 30 if spare is None else int(spare * (1 - MARGIN))) // ranks

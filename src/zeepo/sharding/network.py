@@ -32,7 +32,7 @@ from zeepo.sharding.link import Link, first_words
 from zeepo.sharding.messages import Message, Topic
 from zeepo.sharding.neighbour import Card, Place, address_of, process_of, read_memory
 from zeepo.sharding.requests import Counters, PeerFuture, Provider, Pull, Wanted
-from zeepo.sharding.watchdog import CLOSING, Wait, Watchdog
+from zeepo.sharding.watchdog import Phase, Wait, Watchdog
 
 CHECK_SECONDS = 0.2
 GOODBYE_SECONDS = 2.0
@@ -380,7 +380,7 @@ class Network:
     def begin_closing(self) -> None:
         """From now on we take part in nothing but closing; an exception that is the reason is
         told."""
-        self.position = (self.position[0], CLOSING)
+        self.position = (self.position[0], Phase.CLOSING)
         error = sys.exception()
         if error is not None:
             self.leave(f"it raised {_in_words(error)}")

@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from zeepo import events
 from zeepo.errors import RankError
@@ -41,15 +42,27 @@ MUTUAL_SECONDS = 1.0
 STRAGGLER_SECONDS = 1.0
 """A wait that lasts longer is reported."""
 REPORT_SECONDS = 10.0
-PHASES = (
-    "before its first step",
-    "before the end of a forward",
-    "at the end of backward",
-    "in optimizer.step",
-    "closing",
-    "in backward",
-)
-CLOSING = PHASES.index("closing")
+
+
+class Phase(IntEnum):
+    """Where a training thread is."""
+
+    START = 0
+    FORWARD = 1
+    END_OF_BACKWARD = 2
+    STEP = 3
+    CLOSING = 4
+    BACKWARD = 5
+
+
+PHASES = {
+    Phase.START: "before its first step",
+    Phase.FORWARD: "before the end of a forward",
+    Phase.END_OF_BACKWARD: "at the end of backward",
+    Phase.STEP: "in optimizer.step",
+    Phase.CLOSING: "closing",
+    Phase.BACKWARD: "in backward",
+}
 
 Fact = tuple[int, int]
 """Subject and number."""
@@ -154,7 +167,7 @@ class Watchdog:
         step, phase = self._positions.get(peer, (0, 0))
         wait = self._waits.get(peer)
         waiting = f", waiting for {self._words(wait)}" if wait is not None else ""
-        return f"{PHASES[phase]}, step {step}{waiting}"
+        return f"{PHASES[Phase(phase)]}, step {step}{waiting}"
 
     def gone(self, peer: int, what: str) -> RankError:
         """The error when what is waited for cannot come."""
@@ -256,7 +269,7 @@ class Watchdog:
         """Who leaves tells no more facts but that it closes; bytes it may still give."""
         if peer not in self.leaving:
             return
-        is_closing = self.position[1] == CLOSING
+        is_closing = self.position[1] == Phase.CLOSING
         is_lost = not is_closing if wait.fact is not None else wait.still_seconds > SILENT_SECONDS
         if is_lost:
             raise self.gone(peer, self._words(wait))
@@ -266,7 +279,7 @@ class Watchdog:
         theirs = self._waits.get(peer)
         if theirs is None or theirs.fact is None or theirs.fact == fact:
             return
-        is_closing = self.position[1] == CLOSING
+        is_closing = self.position[1] == Phase.CLOSING
         lasted = min(theirs.seconds, wait.seconds)
         if theirs.fact in self._told or is_closing or lasted < MUTUAL_SECONDS:
             return

@@ -1,0 +1,77 @@
+"""How many samples a rank's batch has, seen from the model's own forward.
+
+Ranks whose batches differ in size (the last one of an epoch) contribute by their number of samples,
+so that the mean over ranks is the mean over all samples. A batch's size is the first dimension of
+the first tensor that the model's forward is given; models whose modules take the time dimension
+first are left alone, and so are compiled ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeepo.engine.regions import is_compiled
+
+
+class Samples:
+    """Counts the samples of the first forward before each backward."""
+
+    def __init__(self) -> None:
+        self._watched: set[int] = set()
+        self._count: int | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """Count what these are given."""
+        self._watched = {id(model) for model in models}
+        modules = [module for model in models for module in model.modules()]
+        if not any(is_compiled(m) or getattr(m, "batch_first", True) is False for m in modules):
+            for cls in {type(model) for model in models}:
+                self._watch(cls)
+
+    def take(self) -> int:
+        """Those of the batch since the last call; 0 when nothing was seen."""
+        count, self._count = self._count, None
+        return count or 0
+
+    def stop(self) -> None:
+        """Watch no more."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch(self, cls: Any) -> None:
+        samples, original, is_own = self, cls.forward, "forward" in vars(cls)
+
+        @functools.wraps(original)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(self) in samples._watched and samples._count is None and torch.is_grad_enabled():
+                samples._count = num_samples((*args, *kwargs.values()))
+            return original(self, *args, **kwargs)
+
+        cls.forward = forward
+
+        def undo() -> None:
+            if is_own:
+                cls.forward = original
+            else:
+                del cls.forward
+
+        self._undo.append(undo)
+
+
+def num_samples(arguments: Iterable[Any]) -> int | None:
+    """The first dimension of the first tensor, also one inside a list or a dictionary."""
+    for value in arguments:
+        if isinstance(value, Tensor):
+            if value.dim() > 0:
+                return value.shape[0]
+        elif isinstance(value, (list, tuple, dict)):
+            found = num_samples(value.values() if isinstance(value, dict) else value)
+            if found is not None:
+                return found
+    return None
