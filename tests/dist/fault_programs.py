@@ -50,6 +50,7 @@ class Trainee:
         depth: int = 6,
         patience: float = 20.0,
         outside_seconds: float = 0.0,
+        piece_bytes: int = 1 << 12,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -64,7 +65,7 @@ class Trainee:
         with tuned(
             estimate=False,
             least_ram=disk is not None,
-            piece_bytes=1 << 12,
+            piece_bytes=piece_bytes,
             rank_patience_seconds=patience,
         ):
             self.session = zeepo.init(self.model, self.optimizer, stage=stage, disk=disk, **options)
@@ -181,6 +182,41 @@ def mistake(rank: int, folder: Path, how: str, **options: Any) -> Any:
                 sys.exit(3)
             trainee.close()
             time.sleep(60.0)
+
+
+def traffic(rank: int, folder: Path, num_steps: int, interface: str, **options: Any) -> Any:
+    """What steps send: by the interface's counter, by the links' and by `session.stats()`."""
+    trainee = Trainee(rank, folder, **options)
+    network = trainee.session._ranks.network  # type: ignore[union-attr]
+
+    def counters() -> dict[str, int]:
+        dist.barrier()
+        seen = 0  # what is read ahead may still be on its way
+        while _bytes_sent_over(interface) - seen > 10_000:
+            seen = _bytes_sent_over(interface)
+            time.sleep(0.5)
+        dist.barrier()
+        sent = dict(trainee.session.stats().bytes_sent)
+        return {"wire": _bytes_sent_over(interface), "links": network.bytes_posted, **sent}
+
+    trainee.train(2)
+    before = counters()
+    trainee.train(num_steps)
+    after = counters()
+    trainee.close()
+    numel = sum(p.numel() for p in trainee.model.parameters())
+    return {
+        "numel": numel,
+        "per_step": {key: (after[key] - before.get(key, 0)) / num_steps for key in after},
+    }
+
+
+def _bytes_sent_over(interface: str) -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    raise LookupError(interface)
 
 
 # -- the nursery -----------------------------------------------------------------------------------

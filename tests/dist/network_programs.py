@@ -59,14 +59,15 @@ def exchange(near: bool) -> dict[str, Any]:
     told = network.collect(1, 0, f"I am {me}".encode(), "the test")
     table[7] = (3, bytearray(range(100, 120)))
     network.look_again()
-    late = [f.result() is None and f.target == bytearray([105, 106, 107, 108]) for f in early.values()]
+    expected = bytearray([105, 106, 107, 108])
+    late = [f.result() is None and f.target == expected for f in early.values()]
     network.collect(1, 1, b"", "the end")
     answer = {
         "is_right": is_right,
         "were_early": all(were_early),
         "late": all(late),
         "told": told,
-        "near": len(network._near),
+        "near": len(network.asking.near),
         "sent": network.counters.bytes_sent,
         "posted": network.bytes_posted,
     }

@@ -16,7 +16,6 @@ from tests.dist.training import (
     with_own_changes_plainly,
 )
 
-
 SLOW = pytest.mark.slow
 
 

@@ -29,7 +29,7 @@ from zeepo.chunks.wholes import forget_copy, rest_on
 from zeepo.config import launched_ranks
 from zeepo.engine.managed import Home
 from zeepo.engine.sharded import Sharded, Stages, Subject
-from zeepo.engine.shards import KIND_NAMES, GatherTier, Offered, Offers
+from zeepo.engine.shards import KIND_NAMES, GatherTier, Offered, Offers, key_of
 from zeepo.engine.tuning import tuning
 from zeepo.errors import RankError, UnsupportedError
 from zeepo.memory.pool import Buffer
@@ -77,6 +77,8 @@ class Ranks:
         ranges = split(whole.layout.nbytes, [1.0] * self.num_ranks)
         sharded = Sharded(whole, ranges, self.rank)
         self.sharded[whole.key] = sharded
+        for label in (whole.label, f"{whole.label}.contribution", f"{whole.label}.grad"):
+            self.network.asking.parameters[key_of(label)] = sharded.parameters
         self._agree_on_values(whole)
         if self.stages.splits(Kind.PARAM):
             sharded.param = tier = self.tier(Kind.PARAM, sharded, whole.label)

@@ -61,6 +61,12 @@ class Sharded:
     def label(self) -> str:
         return self.whole.label
 
+    @property
+    def parameters(self) -> list[tuple[str, int, int]]:
+        """Name, first and last byte of each parameter in the chunk."""
+        slots = self.whole.layout.slots
+        return [(slot.name, slot.offset_bytes, slot.end_bytes) for slot in slots]
+
 
 def elements_in(
     part: Range, layout: Layout, itemsizes: Sequence[int]

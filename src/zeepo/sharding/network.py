@@ -14,24 +14,23 @@ When a wait fails, the others are told that this rank leaves, and why.
 from __future__ import annotations
 
 import atexit
-import ctypes
-import itertools
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from zeepo.errors import RankError
 from zeepo.sharding.answers import Answers
+from zeepo.sharding.asking import Asking
 from zeepo.sharding.link import Link, first_words
 from zeepo.sharding.messages import Message, Topic
-from zeepo.sharding.neighbour import Card, Place, address_of, process_of, read_memory
-from zeepo.sharding.requests import Counters, PeerFuture, Provider, Pull, Wanted
+from zeepo.sharding.neighbour import Card, process_of
+from zeepo.sharding.requests import Counters, PeerFuture, Provider, Wanted
 from zeepo.sharding.watchdog import Phase, Wait, Watchdog
 
 CHECK_SECONDS = 0.2
@@ -67,21 +66,19 @@ class Network:
         self._lock: Any = lock
         self._state = threading.Condition()
         """Guards everything below; held for moments only, with no other lock inside."""
-        self._identities = itertools.count(1)
-        self._pulls: dict[int, Pull] = {}
         self._notes: dict[tuple[int, int], dict[int, bytes]] = {}
         self._arriving: dict[int, bytearray] = {}
         self._ended = self.watchdog.ended
         self._dead: list[int] = []
         """Ranks that ended without a goodbye, and that nobody has looked after yet."""
-        self._near: dict[int, int] = {}
-        """Ranks whose memory we can read -> their process."""
         self._given_up: set[int] = set()
         """Ranks that were silent for too long: their connection is still there."""
         self._has_left = False
         self._is_broken = False
         self._links = {peer: Link(group, peer, self) for peer in self.peers}
-        self.answers = Answers(self._links, self._ended, self._state, self._count_sent)
+        sent, received = self.counters.bytes_sent, self.counters.bytes_received
+        self.answers = Answers(self._links, self._ended, self._state, self._counting(sent))
+        self.asking = Asking(self._links, self.watchdog, self._state, self._counting(received))
         for link in self._links.values():
             link.start()
         atexit.register(self._at_exit)
@@ -108,23 +105,7 @@ class Network:
 
     def pull(self, peer: int, wanted: Wanted, target: memoryview, future: PeerFuture) -> None:
         """Ask a rank for bytes, as one part of `future`."""
-        identity = next(self._identities)
-        with self._state:
-            is_gone = peer in self._ended
-            if not is_gone:
-                future.waits_for.add(peer)
-                self._pulls[identity] = Pull(peer, target, future)
-        if is_gone:
-            future.part_done(self.watchdog.gone(peer, future.what))
-            return
-        can_read = int(peer in self._near)
-        self._links[peer].post(
-            Message(
-                Topic.PULL,
-                identity,
-                (wanted.kind, wanted.key, wanted.version, wanted.low, wanted.high, can_read),
-            )
-        )
+        self.asking.pull(peer, wanted, target, future)
 
     def look_again(self) -> None:
         """Something changed: what others ask for may be there now."""
@@ -174,7 +155,8 @@ class Network:
 
     def _wait_for(self, future: PeerFuture) -> None:
         pending = set(future.waits_for)
-        with self._waiting(Wait(future.what)) as wait:
+        words = partial(self.asking.words_of, future)
+        with self._waiting(Wait(future.what, words=words)) as wait:
             while not future.done():
                 try:
                     Future.exception(future, CHECK_SECONDS)
@@ -250,8 +232,7 @@ class Network:
 
     def place_for(self, peer: int, message: Message) -> memoryview:
         if message.topic is Topic.DATA:
-            with self._state:
-                return self._pulls[message.identity].target
+            return self.asking.target_of(message)
         room = bytearray(message.payload_bytes)
         self._arriving[peer] = room
         return memoryview(room)
@@ -268,11 +249,11 @@ class Network:
         elif message.topic is Topic.PULL:
             self.answers.answer(peer, message)
         elif message.topic is Topic.DATA:
-            self._finish(message)
+            self.asking.answered(message)
         elif message.topic is Topic.LOAN:
-            self._copy_loan(peer, message)
+            self.asking.copy_loan(peer, message, self._what_followed(peer, message))
         elif message.topic is Topic.FAIL:
-            self._fail(peer, message)
+            self.asking.refused(peer, message, self._what_followed(peer, message).decode())
         elif message.topic is Topic.RETURN:
             self.answers.returned(peer, message.identity)
         elif message.topic is not Topic.BEAT:
@@ -298,42 +279,13 @@ class Network:
     def _what_followed(self, peer: int, message: Message) -> bytes:
         return bytes(self._arriving.pop(peer)) if message.payload_bytes else b""
 
-    def _fail(self, peer: int, message: Message) -> None:
-        reason = self._what_followed(peer, message).decode()
-        with self._state:
-            pull = self._pulls.pop(message.identity)
-        what = pull.future.what
-        pull.future.part_done(RankError(f"rank {peer} cannot give {what}: {reason}"))
+    def _counting(self, table: dict[str, int]) -> Callable[[int, int], None]:
+        def count(kind: int, nbytes: int) -> None:
+            name = self._kinds[kind]
+            with self._state:
+                table[name] = table.get(name, 0) + nbytes
 
-    def _copy_loan(self, peer: int, message: Message) -> None:
-        numbers = array("q", self._what_followed(peer, message))
-        places = [Place(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-        with self._state:
-            pull = self._pulls[message.identity]
-        try:
-            if sum(place.nbytes for place in places) < pull.target.nbytes:
-                ctypes.memset(address_of(pull.target), 0, pull.target.nbytes)
-            read_memory(self._near[peer], places, pull.target)
-        except OSError as error:
-            self.ended(peer, error)
-            return
-        self._finish(message)
-        self._links[peer].post(Message(Topic.RETURN, message.identity))
-
-    def _finish(self, message: Message) -> None:
-        with self._state:
-            pull = self._pulls.pop(message.identity)
-        self._count(self.counters.bytes_received, message.arguments[0], pull.target.nbytes)
-        pull.future.waits_for.discard(pull.peer)
-        pull.future.part_done()
-
-    def _count_sent(self, kind: int, nbytes: int) -> None:
-        self._count(self.counters.bytes_sent, kind, nbytes)
-
-    def _count(self, table: dict[str, int], kind: int, nbytes: int) -> None:
-        name = self._kinds[kind]
-        with self._state:
-            table[name] = table.get(name, 0) + nbytes
+        return count
 
     def ended(self, peer: int, error: Exception | None) -> None:
         """Its link is over: what was asked of it fails, what was lent to it comes back."""
@@ -343,15 +295,12 @@ class Network:
         elif error is not None:
             reason = f"its connection broke ({first_words(error)})"
         with self._state:
-            is_first = self._ended.setdefault(peer, reason) is reason
-            if is_first and error is not None:
+            if error is not None and peer not in self._ended:
                 self._is_broken = True
                 self._dead.append(peer)
-            lost = [pull for pull in self._pulls.values() if pull.peer == peer]
-            self._pulls = {k: p for k, p in self._pulls.items() if p.peer != peer}
+            self._ended.setdefault(peer, reason)
             self._state.notify_all()
-        for pull in lost:
-            pull.future.part_done(self.watchdog.gone(peer, pull.future.what))
+        self.asking.ended(peer)
         self.answers.ended(peer)
 
     # -- beginning and end ------------------------------------------------------------------------
@@ -361,7 +310,7 @@ class Network:
         card = Card()
         cards = self.collect(subject, 0, card.encode(), "the start")
         found = {peer: process_of(cards[peer]) for peer in self.peers}
-        self._near = {peer: pid for peer, pid in found.items() if pid is not None}
+        self.asking.near = {peer: pid for peer, pid in found.items() if pid is not None}
         self.collect(subject, 1, b"", "the start")  # the card stays until all have looked
         del card
 

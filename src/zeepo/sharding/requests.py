@@ -79,7 +79,10 @@ class PeerFuture(Future[None]):
 
 @dataclass
 class Pull:
+    """One request that is under way."""
+
     peer: int
+    wanted: Wanted
     target: memoryview
     future: PeerFuture
 

@@ -74,6 +74,8 @@ class Wait:
 
     what: str
     fact: Fact | None = None
+    words: Callable[[int], str] | None = None
+    """Of a rank: what exactly is waited for."""
     since: float = field(default_factory=time.monotonic)
     still_since: float = field(default_factory=time.monotonic)
     """When bytes or facts moved last."""
@@ -195,7 +197,7 @@ class Watchdog:
             if wait.seconds > self._stall_seconds:
                 raise RankError(
                     f"rank {self._rank} has waited {wait.seconds:.0f} s for rank {pending[0]} "
-                    f"({self._words(wait)}), which lives but does not come; it is "
+                    f"({self._words(wait, pending[0])}), which lives but does not come; it is "
                     f"{self.where(pending[0])}. Look at what that rank does."
                 )
 
@@ -233,7 +235,7 @@ class Watchdog:
             return
         self._next_report[peer] = now + REPORT_SECONDS
         events.warn(
-            f"rank {self._rank} {what_happened} for rank {peer} ({self._words(wait)}); it is "
+            f"rank {self._rank} {what_happened} for rank {peer} ({self._words(wait, peer)}); it is "
             f"{self.where(peer)}."
         )
 
@@ -248,8 +250,8 @@ class Watchdog:
         if silent <= min(SILENT_SECONDS, self.patience_seconds):
             return
         text = (
-            f"rank {self._rank} waits for rank {peer} ({self._words(wait)}), which has not been "
-            f"heard of for {silent:.1f} s; it was {self.where(peer)}."
+            f"rank {self._rank} waits for rank {peer} ({self._words(wait, peer)}), which has not "
+            f"been heard of for {silent:.1f} s; it was {self.where(peer)}."
         )
         if silent > self.patience_seconds:
             self.give_up(peer, f"it has not been heard of for {silent:.1f} s")
@@ -272,7 +274,7 @@ class Watchdog:
         is_closing = self.position[1] == Phase.CLOSING
         is_lost = not is_closing if wait.fact is not None else wait.still_seconds > SILENT_SECONDS
         if is_lost:
-            raise self.gone(peer, self._words(wait))
+            raise self.gone(peer, self._words(wait, peer))
 
     def _check_mutual(self, wait: Wait, fact: Fact, peer: int) -> None:
         """[Note: mutual waits] Who closes is the more patient: the others come to close as well."""
@@ -305,7 +307,9 @@ class Watchdog:
                 "They do not do the same things in the same order."
             )
 
-    def _words(self, wait: Wait) -> str:
+    def _words(self, wait: Wait, peer: int | None = None) -> str:
+        if peer is not None and wait.words is not None:
+            return wait.words(peer)
         if wait.fact is not None and wait.fact[0] in self._counted:
             return f"{wait.what} {wait.fact[1]}"
         return wait.what
