@@ -9,11 +9,15 @@ import pytest
 
 from tests.dist.ranks import Ranks
 from tests.dist.training import (
+    on_one_batch,
+    on_uneven_batches,
+    step_without_sync,
     under_ddp,
     under_zeepo,
     with_different_changes,
     with_own_changes,
     with_own_changes_plainly,
+    with_set_gradients,
 )
 
 SLOW = pytest.mark.slow
@@ -80,3 +84,39 @@ def test_changes_by_hand_equal_ddp(ranks: Ranks, tmp_path: Path, stage: int, whe
 def test_different_changes_are_refused(ranks: Ranks) -> None:
     for message in ranks.run(2, with_different_changes):
         assert "layers.2 was changed to other values on rank 1 than on rank 0" in message
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"), [(0, "ram"), (3, "disk"), pytest.param(1, "ram", marks=SLOW)]
+)
+def test_gradients_set_by_hand_equal_ddp(
+    ranks: Ranks, tmp_path: Path, stage: int, where: str
+) -> None:
+    plain = ranks.run(2, with_set_gradients, None, None)
+    ours = ranks.run(2, with_set_gradients, stage, str(tmp_path) if where == "disk" else None)
+    for rank in range(2):
+        expected = plain[rank]["values"]
+        assert [k for k in expected if ours[rank]["values"][k] != expected[k]] == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "stage", "where"),
+    [
+        ([5, 3], 3, "disk"),
+        pytest.param([2, 7], 1, "ram", marks=SLOW),
+        pytest.param([4, 1, 3], 2, "ram", marks=SLOW),
+        pytest.param([4, 1, 3], 3, "disk", marks=SLOW),
+    ],
+)
+def test_uneven_batches_are_weighted(
+    ranks: Ranks, tmp_path: Path, counts: list[int], stage: int, where: str
+) -> None:
+    disk = str(tmp_path) if where == "disk" else None
+    expected = on_one_batch(counts)
+    for answer in ranks.run(len(counts), on_uneven_batches, stage, disk, counts):
+        assert [k for k in expected if answer["values"][k] != expected[k]] == []
+
+
+def test_a_step_needs_reduced_gradients(ranks: Ranks) -> None:
+    for message in ranks.run(2, step_without_sync):
+        assert "was made inside no_sync() and is this rank's own" in message

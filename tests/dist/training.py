@@ -150,3 +150,84 @@ def with_different_changes() -> str:
     dist.barrier()
     session.close()
     return message
+
+
+def rows(step: int, rank: int, count: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(500 * step + rank)
+    return torch.randint(0, 37, (count, 11), generator=random)
+
+
+def on_uneven_batches(stage: int, disk: str | None, counts: list[int]) -> dict[str, Any]:
+    """Each rank has another number of rows in its batch."""
+    model, optimizer = make(0)
+    rank = dist.get_rank()
+    with tuned(estimate=False, least_ram=disk is not None, piece_bytes=1 << 10):
+        session = zeepo.init(model, optimizer, stage=stage, disk=disk)
+    for step in range(3):
+        loss_of(model, rows(step, rank, counts[rank])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+    return {"values": digest(model, optimizer)}
+
+
+def on_one_batch(counts: list[int]) -> dict[str, bytes]:
+    """One process: every rank's gradients, weighted and added in the order of the ranks."""
+    model, optimizer = make(0)
+    for step in range(3):
+        totals: dict[nn.Parameter, torch.Tensor] = {}
+        for rank, count in enumerate(counts):
+            optimizer.zero_grad()
+            loss_of(model, rows(step, rank, count)).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    part = p.grad * (count / sum(counts))
+                    totals[p] = totals[p] + part if p in totals else part
+        for p in model.parameters():
+            p.grad = totals.get(p)
+        optimizer.step()
+    return digest(model, optimizer)
+
+
+def set_gradients(model: nn.Module, inner: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """`p.grad = ...`: a gradient is replaced, one is taken away, one is given to a parameter that
+    had none."""
+    for step in range(3):
+        loss_of(model, batch(step, dist.get_rank())).backward()
+        grad = inner.layers[0].weight.grad
+        assert grad is not None
+        inner.layers[0].weight.grad = grad * 2.0 + 0.25
+        inner.layers[1].weight.grad = None
+        inner.unused.weight.grad = torch.full((7, 29), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 1)
+
+
+def with_set_gradients(stage: int | None, disk: str | None) -> dict[str, Any]:
+    """Under zeepo, or without a stage under DDP."""
+    model, optimizer = make(0)
+    if stage is None:
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        set_gradients(wrapped, model, optimizer)
+    else:
+        with tuned(estimate=False, least_ram=disk is not None, piece_bytes=1 << 10):
+            session = zeepo.init(model, optimizer, stage=stage, disk=disk)
+        set_gradients(model, model, optimizer)
+        session.close()
+    return {"values": digest(model, optimizer)}
+
+
+def step_without_sync() -> str:
+    """The gradients of `no_sync` are each rank's own."""
+    model, optimizer = make(0)
+    session = zeepo.init(model, optimizer, stage=3)
+    with session.no_sync():
+        loss_of(model, batch(0, dist.get_rank())).backward()
+    message = ""
+    try:
+        optimizer.step()
+    except zeepo.RankError as error:
+        message = str(error)
+    optimizer.zero_grad()
+    session.close()
+    return message

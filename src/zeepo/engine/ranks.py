@@ -77,8 +77,8 @@ class Ranks:
         ranges = split(whole.layout.nbytes, [1.0] * self.num_ranks)
         sharded = Sharded(whole, ranges, self.rank)
         self.sharded[whole.key] = sharded
-        for label in (whole.label, f"{whole.label}.contribution", f"{whole.label}.grad"):
-            self.network.asking.parameters[key_of(label)] = sharded.parameters
+        for suffix in ("", ".contribution0", ".contribution1", ".grad"):
+            self.network.asking.parameters[key_of(whole.label + suffix)] = sharded.parameters
         self._agree_on_values(whole)
         if self.stages.splits(Kind.PARAM):
             sharded.param = tier = self.tier(Kind.PARAM, sharded, whole.label)
