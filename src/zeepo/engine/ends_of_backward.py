@@ -1,4 +1,4 @@
-"""The end of a backward pass, seen wherever it was called.
+"""The beginning and the end of a backward pass, seen wherever it was called.
 
 `loss.backward()`, `torch.autograd.backward` and reentrant checkpointing all come through one
 function of torch's; the end of the outermost call is the end of the backward.
@@ -15,9 +15,11 @@ _AUTOGRAD: Any = torch.autograd
 
 
 class EndsOfBackward:
-    """Calls `at_end` after every backward that leaves gradients on parameters."""
+    """Calls `at_begin` before every backward, `at_end` after those that leave gradients on
+    parameters."""
 
-    def __init__(self, at_end: Callable[[], None]):
+    def __init__(self, at_begin: Callable[[], None], at_end: Callable[[], None]):
+        self._at_begin = at_begin
         self._at_end = at_end
         self._depth = 0
         self._original: Any = None
@@ -26,6 +28,8 @@ class EndsOfBackward:
         self._original = original = _AUTOGRAD._engine_run_backward
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0:
+                self._at_begin()
             self._depth += 1
             try:
                 result = original(*args, **kwargs)

@@ -54,6 +54,7 @@ from zeepo.memory.reclaimable import ReclaimableSpace
 from zeepo.memory.tier import Tier
 from zeepo.planner.plan import Plan
 from zeepo.planner.units import Unit, find_units
+from zeepo.sharding.watchdog import IN_BACKWARD
 
 
 class Session:
@@ -130,7 +131,7 @@ class Session:
 
     def _join_ranks(self, units: Sequence[Unit], options: Options) -> Ranks | None:
         """With several ranks, what each of them does is agreed with the others."""
-        self._ends_of_backward = EndsOfBackward(self._after_backward)
+        self._ends_of_backward = EndsOfBackward(self._before_backward, self._after_backward)
         if find_num_ranks() == 1:
             return None
         stage = choose_stage(options.stage, self._optimizers)
@@ -140,6 +141,10 @@ class Session:
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
         self._manager.use_ranks(ranks)
         return ranks
+
+    def _before_backward(self) -> None:
+        assert self._ranks is not None
+        self._ranks.network.position = (self._ranks.num_steps, IN_BACKWARD)
 
     def _after_backward(self) -> None:
         assert self._ranks is not None

@@ -50,6 +50,7 @@ PHASES = (
     "in backward",
 )
 CLOSING = PHASES.index("closing")
+IN_BACKWARD = PHASES.index("in backward")
 
 Fact = tuple[int, int]
 """Subject and number."""
@@ -63,8 +64,8 @@ class Wait:
     fact: Fact | None = None
     words: Callable[[int], str] | None = None
     """Of a rank: what exactly is waited for."""
-    since: float = field(default_factory=time.monotonic)
-    still_since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())
+    still_since: float = field(default_factory=lambda: time.monotonic())
     """When bytes or facts moved last."""
     num_moved: int = 0
     """How many had moved by then."""
