@@ -1,4 +1,4 @@
-"""The end of a backward pass, seen wherever it was called.
+"""The beginning and the end of a backward pass, seen wherever it was called.
 
 `loss.backward()`, `torch.autograd.backward` and reentrant checkpointing all come through one
 function of torch's; the end of the outermost call is the end of the backward.

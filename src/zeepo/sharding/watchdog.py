@@ -76,8 +76,8 @@ class Wait:
     fact: Fact | None = None
     words: Callable[[int], str] | None = None
     """Of a rank: what exactly is waited for."""
-    since: float = field(default_factory=time.monotonic)
-    still_since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())
+    still_since: float = field(default_factory=lambda: time.monotonic())
     """When bytes or facts moved last."""
     num_moved: int = 0
     """How many had moved by then."""
