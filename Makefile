@@ -60,7 +60,7 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/python -m pip install torch==2.13.0
 	$(PEERS)/bin/python -m pip install setuptools wheel numpy
 	DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --no-build-isolation deepspeed==0.19.8
-	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(PEERS)/torch_extensions PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" \
+	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(PEERS)/torch_extensions PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" \
 		$(PEERS)/bin/python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder; Builder().load()"
 	touch $@
 

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -86,6 +87,7 @@ def run(
                 env=environment_for(configuration, num_ranks, rank),
                 stdout=outputs[rank],
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             for rank in range(num_ranks)
         ]
@@ -105,24 +107,23 @@ def run(
 def _wait(ranks: Sequence[subprocess.Popen[Any]], seconds: float) -> bool:
     """Until all have ended well; when one has not, the others are ended too."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        codes = [rank.poll() for rank in ranks]
-        if any(code not in (None, 0) for code in codes):
-            break
-        if all(code == 0 for code in codes):
-            return True
-        time.sleep(0.2)
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.kill()
-            rank.wait()
-    return False
+    codes: list[int | None] = [None]
+    try:
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            codes = [rank.poll() for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)  # with the children it may have
+                rank.wait()
+    return not any(codes) and None not in codes
 
 
 def _last_words(said: Sequence[str]) -> str:
     """The last error anybody told, without paths."""
-    errors = [line for text in said for line in text.splitlines() if re.match(r"\S+Error\b", line)]
-    errors += [f"{line}" for text in said for line in text.splitlines() if "AssertionError" in line]
+    lines = [line for text in said for line in text.splitlines()]
+    errors = [line for line in lines if re.search(r"^\S*Error\b", line)]
     return re.sub(r"(/[\w.-]+)+", "...", errors[-1])[:200] if errors else ""
 
 
@@ -161,7 +162,7 @@ def describe(configuration: Configuration, facts: dict[str, Any]) -> str:
 
 
 def tune(engines: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Every configuration once; the fastest of each engine."""
+    """Every configuration once (--quick: the first); the fastest of each engine."""
     best: dict[str, Configuration] = {}
     tried: dict[str, Any] = {}
     for engine in engines:
