@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-full lint format typecheck demo demo-keep bench clean
+.PHONY: setup test test-full lint format typecheck demo demo-keep bench bench-ranks peers-env clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,24 @@ demo-keep: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step_time.py
+
+# DeepSpeed has an environment of its own, so that it decides nothing for this project; what it
+# compiles at its first use is compiled here, and not while ranks wait for each other.
+PEERS := .peers
+peers-env: $(PEERS)/.installed
+
+$(PEERS)/.installed:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install torch==2.13.0
+	$(PEERS)/bin/python -m pip install setuptools wheel numpy
+	DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --no-build-isolation deepspeed==0.19.8
+	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(PEERS)/torch_extensions PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" \
+		$(PEERS)/bin/python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder; Builder().load()"
+	touch $@
+
+bench-ranks: $(STAMP) peers-env
+	$(BIN)/python benchmarks/rank_peers.py
+	$(BIN)/python benchmarks/rank_peers.py --ranks 1,2,4
 
 clean:
 	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -98,7 +98,7 @@ class _Probed(BaseException):
     """Ends a program whose plan has been read; not to be caught by the program."""
 
 
-def _run(case_: Case, record: Record, start: Start) -> None:
+def run_program(case_: Case, record: Record, start: Start) -> None:
     """Run the program to its end from the same random state, keeping what it shows."""
     torch.manual_seed(0)
     random.seed(0)
@@ -128,7 +128,7 @@ def run_plain(case_: Case) -> Record:
         record.before_close.append(seen)
         record.after_close.append(seen)
 
-    _run(case_, record, start)
+    run_program(case_, record, start)
     return record
 
 
@@ -166,14 +166,16 @@ def probe_minimum_ram(case_: Case, options: Mapping[str, Any]) -> int:
         yield
 
     with suppress(_Probed):
-        _run(case_, Record(), start)
+        run_program(case_, Record(), start)
     return found[0]
 
 
 def _merge_stats(total: dict[str, Any], stats: Mapping[str, Any]) -> None:
     """Add the counts of one more session to those of the ones before it."""
     for name, count in stats.items():
-        if isinstance(count, int | float) and not isinstance(count, bool):
+        if isinstance(count, Mapping):
+            _merge_stats(total.setdefault(name, {}), count)
+        elif isinstance(count, int | float) and not isinstance(count, bool):
             total[name] = total.get(name, 0) + count
 
 
@@ -202,7 +204,7 @@ def run_zeepo(case_: Case, ram_bytes: int, options: Mapping[str, Any]) -> Record
         record.after_close.append(snapshot(held, steppers))
         record.problems += ordinary_problems(held, "after close")
 
-    _run(case_, record, start)
+    run_program(case_, record, start)
     return record
 
 

@@ -3,7 +3,7 @@
 Each has at least four layers, so that a buffer is reused while an earlier layer's graph still needs
 its old contents, and layers of like size, so that the least ram does not hold them all (a 61 x 61
 layer almost fills four pages). Data comes from its own generators: the global random state stays
-untouched.
+untouched. `use_batches_of` gives each rank of several its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,31 @@ VOCAB = 101
 WIDTH = 39
 HEADS = 3
 INPUTS, HIDDEN, OUTPUTS = 11, 61, 7
+SEEDS_PER_RANK = 1_000_000
+
+_rank = 0
+
+
+def use_batches_of(rank: int) -> None:
+    """From now on the data is that of another rank; rank 0's is that of one process."""
+    global _rank
+    _rank = rank
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(SEEDS_PER_RANK * _rank + seed)
 
 
 def tokens(step: int, rows: int = 2, length: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch of token numbers and the tokens that follow them."""
-    generator = torch.Generator().manual_seed(1000 + step)
+    generator = _generator(1000 + step)
     batch = torch.randint(0, VOCAB, (rows, length + 1), generator=generator)
     return batch[:, :-1], batch[:, 1:]
 
 
 def points(step: int, rows: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch of input and target vectors."""
-    generator = torch.Generator().manual_seed(2000 + step)
+    generator = _generator(2000 + step)
     return (
         torch.randn(rows, INPUTS, generator=generator),
         torch.randn(rows, OUTPUTS, generator=generator),
@@ -39,13 +52,13 @@ def points(step: int, rows: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 
 def images(step: int, rows: int = 3, channels: int = 3, size: int = 9) -> torch.Tensor:
     """A batch of square images."""
-    generator = torch.Generator().manual_seed(3000 + step)
+    generator = _generator(3000 + step)
     return torch.randn(rows, channels, size, size, generator=generator)
 
 
 def sequences(step: int, width: int, rows: int = 3, length: int = 6) -> torch.Tensor:
     """A batch of sequences of vectors, rows first."""
-    generator = torch.Generator().manual_seed(4000 + step)
+    generator = _generator(4000 + step)
     return torch.randn(rows, length, width, generator=generator)
 
 
