@@ -7,7 +7,7 @@ import pytest
 from zeepo import events
 from zeepo.errors import RankError
 from zeepo.sharding import watchdog as module
-from zeepo.sharding.watchdog import CLOSING, Wait, Watchdog
+from zeepo.sharding.watchdog import Phase, Wait, Watchdog
 
 BACKWARD, STEP, CHANGE = 3, 4, 5
 
@@ -103,7 +103,7 @@ def test_a_wait_for_what_we_have_told_is_none_of_them(watchdog: Watchdog, clock:
 
 
 def test_who_closes_waits_for_the_others_to_close(watchdog: Watchdog, clock: Clock) -> None:
-    watchdog.position = (4, CLOSING)
+    watchdog.position = (4, Phase.CLOSING)
     watchdog.leaving[2] = "it raised ValueError"
     wait = Wait("close", (7, 1))
     watchdog.peer_waits(1, Wait("the end of backward", (BACKWARD, 6)))

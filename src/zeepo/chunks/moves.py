@@ -50,6 +50,8 @@ class Moves:
         """When no chunk can leave: makes room otherwise, and says whether that was of use."""
         self.wait_for_loan: Callable[[], bool] | None = None
         """Waits until a rank gives back what it borrowed; False if there is no such thing."""
+        self.unused_bytes: Callable[[], int] = lambda: 0
+        """What the process could still grow by, whatever the limit is at this moment."""
         self.must_have_room = False
         """While closing, values come before the budget: what no eviction frees is granted."""
 
@@ -92,6 +94,8 @@ class Moves:
         """Chunks alone do not make room: activations do, or what one function needs is granted.
 
         Granted only when no chunk is left that could leave: the guarantee has no room for others.
+        Beyond it (addresses that the user holds count too) there is what torch might take, and
+        has not taken.
         """
         if self.relieve is not None and self.relieve(nbytes):
             return
@@ -103,7 +107,7 @@ class Moves:
             return
         wanted = align_up(nbytes, PAGE_BYTES)
         needed = self.ledger.used_bytes - self.pool.idle_bytes + wanted
-        if needed > self._guaranteed_bytes:
+        if needed > self._guaranteed_bytes and wanted > self.unused_bytes():
             raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
         self.ledger.limit_bytes = max(needed, self.ledger.limit_bytes or 0)
 

@@ -100,6 +100,7 @@ class Allowance:
             store.movable_bytes,
             lambda growth: requests.spare_bytes(growth, spare_bytes),
         )
+        store.moves.unused_bytes = store.budget.unused_bytes
         if activations is not None:
             store.budget.spill = activations.spill
 

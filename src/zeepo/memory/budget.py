@@ -80,6 +80,10 @@ class RamBudget:
         """The growth that is allowed now: `ram`, or less when the system has not that much."""
         return min(self.ram_bytes, self.ram_bytes if (s := self._system_bytes) is None else s)
 
+    def unused_bytes(self) -> int:
+        """What the process could still grow by, if torch took nothing more."""
+        return self.allowed_bytes - self._growth_bytes() - self._pool.fresh_bytes
+
     def look(self) -> None:
         """Read how large the process is and set the ledger's limit."""
         unmanaged = self._read()
