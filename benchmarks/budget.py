@@ -30,6 +30,8 @@ RESULTS = Path(__file__).parent / "results"
 RAM = {"gpt": "1GiB", "llama": "1GiB", "mlp": "512MiB", "cnn": "700MiB", "lstm": "800MiB"}
 MiB = 1 << 20
 STEPS = 3
+SHARES = (1 / 0.9, 1.0, 0.93, 1 / 1.15, 0.8, 0.7)
+"""Of `minimum_ram`, limits that are tried: right is what survives at the first, and not at 0.8."""
 
 
 def child(name: str, ram: str, disk: str, num_steps: int, export_to: str = "") -> None:
@@ -98,18 +100,21 @@ def run(
     export_to: str = "",
     *,
     above_charge: bool = False,
+    heeds_limit: bool = True,
 ) -> dict[str, Any]:
     """One child in a cgroup of its own; `limit_bytes` is beyond what it has after import.
 
     That is its resident size, or with `above_charge` what the cgroup was charged for it: less,
-    because pages of libraries that others have mapped before are not charged again.
+    because pages of libraries that others have mapped before are not charged again. Without
+    `heeds_limit` it is not refused for a limit below its least, so that the kernel alone judges.
     """
     from memory_cgroup import MemoryCgroup
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as disk, MemoryCgroup() as cgroup:
         command = [sys.executable, __file__, "child", name, ram, disk, str(num_steps), export_to]
         errors = (Path(disk) / "stderr").open("w+")
-        process = cgroup.start(command, stdout=subprocess.PIPE, stderr=errors)
+        environment = {**os.environ, "ZEEPO_TUNING_REFUSE_LACK": str(int(heeds_limit))}
+        process = cgroup.start(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
         facts: dict[str, Any] = {"losses": [], "seconds": [], "limit_bytes": limit_bytes}
         assert process.stdout is not None
         for line in process.stdout:
@@ -166,18 +171,22 @@ def export(name: str) -> dict[str, Any]:
 
 
 def minimum(name: str) -> dict[str, Any]:
-    """`plan.minimum_ram` against the cgroups in which a run with it survives."""
+    """`plan.minimum_ram` against the smallest cgroup in which a run with it survives."""
     predicted = run(name, "8GiB", None, 1)["minimum_ram"]
     tries = {}
-    for share in (1 / 0.9, 1.0, 1 / 1.07, 1 / 1.15, 0.75):
-        facts = run(name, str(predicted), int(predicted * share), 2, above_charge=True)
+    survives = dies = None
+    for share in SHARES:
+        limit = int(predicted * share)
+        facts = run(name, str(predicted), limit, 2, above_charge=True, heeds_limit=False)
         tries[f"{share:.3f}"] = facts
         print(
             f"{name}: least {predicted / MiB:.0f} MiB, x{share:.3f} {describe(facts)}", flush=True
         )
         if not facts["survived"]:
+            dies = limit
             break
-    return {"minimum_ram": predicted, "tries": tries}
+        survives = limit
+    return {"minimum_ram": predicted, "survives": survives, "dies": dies, "tries": tries}
 
 
 def _bytes(text: str) -> int:

@@ -140,7 +140,7 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_internal_variables_are_no_options() -> None:
-    assert resolve(dict.fromkeys(INTERNAL_VARIABLES, "1")) == Options()
+    assert resolve(dict.fromkeys((*INTERNAL_VARIABLES, "ZEEPO_TUNING_PREFETCH"), "1")) == Options()
 
 
 def test_an_empty_variable_is_refused() -> None:

@@ -24,16 +24,10 @@ ActivationPlacement = Literal["auto", "device", "ram", "disk", "recompute"]
 
 VARIABLE_PREFIX = "ZEEPO_"
 
-INTERNAL_VARIABLES = (
-    "ZEEPO_VERIFY",
-    "ZEEPO_TUNING_PREFETCH",
-    "ZEEPO_TUNING_PUT_OFF",
-    "ZEEPO_TUNING_ESTIMATE",
-    "ZEEPO_TUNING_PIECE_BYTES",
-    "ZEEPO_TUNING_SMALLEST_ACTIVATION_BYTES",
-    "ZEEPO_TUNING_ACTIVATION_WINDOW_BYTES",
-)
-"""Variables of zeepo's own commands and tests (engine/tuning.py); not options of `init`."""
+TUNING_PREFIX = "ZEEPO_TUNING_"
+"""Of variables that are settings, not options of `init` (engine/tuning.py reads them)."""
+INTERNAL_VARIABLES = ("ZEEPO_VERIFY",)
+"""Variables of zeepo's own commands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +138,7 @@ def _from_file(path: Path) -> dict[str, _Given]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file {path} is not valid TOML: {error}.") from error
-    _check_names(table, OPTION_NAMES, f"in the config file {path}")
+    check_names(table, OPTION_NAMES, f"in the config file {path}")
     return {name: _Given(value, f"in {path}") for name, value in table.items()}
 
 
@@ -153,9 +147,11 @@ def _from_variables(environ: Mapping[str, str]) -> dict[str, _Given]:
     ours = [
         variable
         for variable in environ
-        if variable.startswith(VARIABLE_PREFIX) and variable not in INTERNAL_VARIABLES
+        if variable.startswith(VARIABLE_PREFIX)
+        and not variable.startswith(TUNING_PREFIX)
+        and variable not in INTERNAL_VARIABLES
     ]
-    _check_names(ours, tuple(option_of), "among the environment variables")
+    check_names(ours, tuple(option_of), "among the environment variables")
     given = {}
     for variable in ours:
         text = environ[variable]
@@ -169,11 +165,11 @@ def _from_variables(environ: Mapping[str, str]) -> dict[str, _Given]:
 
 def _from_keywords(keywords: Mapping[str, object]) -> dict[str, _Given]:
     others = ("model", "optimizer", "config")
-    _check_names(keywords, OPTION_NAMES, "among the keywords of zeepo.init", others)
+    check_names(keywords, OPTION_NAMES, "among the keywords of zeepo.init", others)
     return {name: _Given(value, "given to zeepo.init") for name, value in keywords.items()}
 
 
-def _check_names(
+def check_names(
     names: Iterable[str], known: Sequence[str], where: str, others: Sequence[str] = ()
 ) -> None:
     """Refuse a name that is not `known`; `others` may be meant too."""

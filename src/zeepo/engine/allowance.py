@@ -74,7 +74,7 @@ class Allowance:
     def _refuse_what_the_system_lacks(self) -> None:
         """BudgetError now, rather than killed later, if there is less than the least that works."""
         spare = spare_bytes()
-        if spare is None:
+        if spare is None or not tuning().refuse_lack:
             return
         allowed = self.growth_bytes() + spare
         if allowed < self.plan.minimum_ram:

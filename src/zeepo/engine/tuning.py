@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from zeepo.config import TUNING_PREFIX, check_names
+from zeepo.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,24 +34,27 @@ class Tuning:
     """Before the first step the model runs on shapes, in a child, to tell what it will need."""
     least_ram: bool = False
     """A session whose ram is not stated gets the least its plan accepts, so that all moves."""
+    refuse_lack: bool = True
+    """A machine or cgroup with less than the least is refused. Without it: as far as it goes."""
     rank_patience_seconds: float = 60.0
     """A rank that is not heard of for this long is given up."""
 
 
 def _from_environment() -> Tuning:
-    return Tuning(
-        prefetch=os.environ.get("ZEEPO_TUNING_PREFETCH", "1") != "0",
-        estimate=os.environ.get("ZEEPO_TUNING_ESTIMATE", "1") != "0",
-        put_off=os.environ.get("ZEEPO_TUNING_PUT_OFF", "1") != "0",
-        piece_bytes=int(os.environ.get("ZEEPO_TUNING_PIECE_BYTES", str(32 << 20))),
-        smallest_activation_bytes=int(
-            os.environ.get("ZEEPO_TUNING_SMALLEST_ACTIVATION_BYTES", str(64 << 10))
-        ),
-        activation_window_bytes=int(
-            os.environ.get("ZEEPO_TUNING_ACTIVATION_WINDOW_BYTES", str(32 << 20))
-        ),
-        rank_patience_seconds=float(os.environ.get("ZEEPO_TUNING_RANK_PATIENCE_SECONDS", "60")),
-    )
+    """ZEEPO_TUNING_PREFETCH=0 and the like."""
+    settings = {TUNING_PREFIX + field.name.upper(): field for field in fields(Tuning)}
+    given = [variable for variable in os.environ if variable.startswith(TUNING_PREFIX)]
+    check_names(given, tuple(settings), "among the environment variables")
+    values: dict[str, Any] = {}
+    for variable in given:
+        field = settings[variable]
+        kind: type = type(field.default)
+        text = os.environ[variable]
+        try:
+            values[field.name] = text != "0" if kind is bool else kind(text)
+        except ValueError as error:
+            raise ConfigError(f"{variable}={text!r} is not a number.") from error
+    return Tuning(**values)
 
 
 _current: list[Tuning] = []
