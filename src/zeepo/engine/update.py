@@ -24,6 +24,10 @@ from zeepo.errors import SessionError
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.optim.shadow import Recipe, State
 from zeepo.sabotage import sabotaged
+from zeepo.units import MiB
+
+WORTH_GIVING_BACK = 8 * MiB
+"""Freed heap memory that is given back to the system while new states move into their slots."""
 
 
 @dataclass
@@ -215,8 +219,13 @@ class ChunkUpdate:
                     if self._grads is not None:
                         self._store.mark_changed(self._grads)
                 part.write_back()
+        freed_bytes = 0
         for part in parts:
+            freed_bytes += self._new_state_bytes([part])
             self._keep_state(part, piece, new_states.get(part.tensor, {}))
+            if freed_bytes >= WORTH_GIVING_BACK:  # the heap keeps what moved into buffers
+                give_back_free_memory()
+                freed_bytes = 0
 
     def _states_of(self, piece: Piece) -> list[Chunk]:
         return self._states.state_chunks(self.chunk, piece)
