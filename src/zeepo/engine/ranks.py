@@ -14,11 +14,9 @@ In between ranks go their own ways: [sharding/network] answers for them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch.distributed as dist
 import xxhash
 from torch.optim import Optimizer
 
@@ -26,10 +24,10 @@ from zeepo.chunks.layout import pack
 from zeepo.chunks.storages import memory_of, new_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.chunks.wholes import forget_copy, rest_on
-from zeepo.config import launched_ranks
 from zeepo.engine.managed import Home
 from zeepo.engine.sharded import Sharded, Stages, Subject
 from zeepo.engine.shards import KIND_NAMES, GatherTier, Offered, Offers, key_of
+from zeepo.engine.team import Team
 from zeepo.engine.tuning import tuning
 from zeepo.errors import RankError, UnsupportedError
 from zeepo.memory.pool import Buffer
@@ -47,13 +45,13 @@ COUNTED = (Subject.BACKWARD, Subject.STEP)
 class Ranks:
     """All ranks, seen from this one."""
 
-    def __init__(self, store: ChunkStore, stage: int, tiers: dict[Kind, Tier | None]):
+    def __init__(self, store: ChunkStore, stage: int, tiers: dict[Kind, Tier | None], team: Team):
         self.stages = Stages(stage)
         self._store = store
         self.tiers = tiers
-        group = dist.new_group(backend="gloo")
+        self._weights = team.weights
         patience = tuning().rank_patience_seconds
-        self.network = Network(group, store.lock, patience, KIND_NAMES, COUNTED)
+        self.network = Network(team.group, store.lock, patience, KIND_NAMES, COUNTED)
         self.offers = Offers(store, self.network)
         self.rank, self.num_ranks = self.network.rank, self.network.num_ranks
         self.sharded: dict[int, Sharded] = {}
@@ -74,7 +72,7 @@ class Ranks:
 
     def add(self, whole: Chunk) -> Sharded:
         """Agree on the values of a PARAM chunk, and split it if parameters are split."""
-        ranges = split(whole.layout.nbytes, [1.0] * self.num_ranks)
+        ranges = split(whole.layout.nbytes, self._weights)
         sharded = Sharded(whole, ranges, self.rank)
         self.sharded[whole.key] = sharded
         for suffix in ("", ".contribution0", ".contribution1", ".grad"):
@@ -283,15 +281,6 @@ def _digest(chunk: Chunk) -> bytes:
     for _, memory in chunk.pieces():
         hasher.update(memory)
     return hasher.digest()
-
-
-def find_num_ranks() -> int:
-    """How many processes train together: what torch.distributed or its launcher says."""
-    if not dist.is_available():
-        return 1
-    if not dist.is_initialized() and launched_ranks(os.environ) > 1:
-        dist.init_process_group("gloo")
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def choose_stage(wanted: int | str, optimizers: Sequence[Optimizer]) -> int:

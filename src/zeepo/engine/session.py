@@ -38,6 +38,7 @@ from zeepo.engine.regions import Regions
 from zeepo.engine.samples import Samples
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
+from zeepo.engine.team import Team, join_team
 from zeepo.engine.telemetry import Telemetry
 from zeepo.engine.tuning import tuning
 from zeepo.errors import (
@@ -85,7 +86,8 @@ class Session:
         """Plan, refuse what cannot be, take everything over; on failure nothing is changed."""
         refuse_unmanageable(self._models, self._optimizers)
         units = self._find_units()
-        self._allowance = Allowance(self._models, self._optimizers, units, options)
+        team = join_team(options.ram)
+        self._allowance = Allowance(self._models, self._optimizers, units, options, team)
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
         self._disk: DiskTier | None = None
@@ -98,7 +100,7 @@ class Session:
             guaranteed_bytes=self.plan.guaranteed_bytes,
         )
         self._manager = Manager(self._store, self._home_tiers())
-        self._ranks = self._join_ranks(units)
+        self._ranks = self._join_ranks(units, team)
         self._closing = Closing(self._store, space)
         if space is not None:
             self._manager.copies.use_disk(space, self.plan.guaranteed_bytes)
@@ -130,13 +132,13 @@ class Session:
                 self._give_everything_back()
             raise
 
-    def _join_ranks(self, units: Sequence[Unit]) -> Ranks | None:
+    def _join_ranks(self, units: Sequence[Unit], team: Team) -> Ranks | None:
         """With several ranks, what each of them does is agreed with the others."""
         self._ends_of_backward = EndsOfBackward(self._before_backward, self._after_backward)
         self._samples = Samples()
-        if self.plan.num_ranks == 1:
+        if team.num_ranks == 1:
             return None
-        ranks = Ranks(self._store, self.plan.stage, self._home_tiers())
+        ranks = Ranks(self._store, self.plan.stage, self._home_tiers(), team)
         exchange_legacies(ranks.network, self._disk)
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
@@ -219,6 +221,7 @@ class Session:
         if self._activations is not None:
             self._activations.clear_up()
         self._store.trace.end_step()
+        self._pool.end_step()
         self._store.read_ahead()
         self._allowance.end_step()
         self._telemetry.stepped()
