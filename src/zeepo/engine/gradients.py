@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeepo.chunks.storages import is_exclusive, new_storage, take_memory
 from zeepo.chunks.store import Chunk, ChunkStore
-from zeepo.chunks.wholes import forget_copy
+from zeepo.chunks.wholes import renew_copy
 from zeepo.engine.forgetting import forget
 from zeepo.engine.managed import (
     Home,
@@ -96,7 +96,7 @@ class Gradients:
         assert self._reduction is not None
         for key, indices in self._reduction.end_backward().items():
             grads = self._chunk_for(slots[key][0])
-            forget_copy(self._store, grads)
+            renew_copy(self._store, grads)
             for home in slots[key]:
                 if home.grad is None and home.index in indices:
                     home.grad = self._shell(home, grads)
@@ -193,7 +193,7 @@ class Gradients:
         with torch.no_grad(), plain_torch():
             reduction.replace(home, torch.empty_like(home.plain).copy_(value))
             grads = self._chunk_for(home)
-            forget_copy(self._store, grads)
+            renew_copy(self._store, grads)
             home.grad = self._shell(home, grads)
 
     def drop(self, home: Home) -> None:

@@ -25,11 +25,12 @@ from torch.optim import Optimizer
 from zeepo.chunks.layout import pack
 from zeepo.chunks.storages import memory_of, new_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.chunks.wholes import forget_copy, rest_on
+from zeepo.chunks.wholes import digest_of, forget_copy, renew_copy, rest_on
 from zeepo.config import launched_ranks
 from zeepo.engine.managed import Home
 from zeepo.engine.sharded import Sharded, Stages, Subject
 from zeepo.engine.shards import KIND_NAMES, GatherTier, Offered, Offers, key_of
+from zeepo.engine.step_facts import StepFacts, check_same
 from zeepo.engine.tuning import tuning
 from zeepo.errors import RankError, UnsupportedError
 from zeepo.memory.pool import Buffer
@@ -66,6 +67,7 @@ class Ranks:
         self._num_exchanges = 0
         self.is_local = 0
         """How many `no_sync` blocks we are in."""
+        self.step_facts = StepFacts()
         self._staging: Buffer | None = None
         self._to_refresh: list[Sharded] = []
         self.network.meet(Subject.START)
@@ -124,7 +126,7 @@ class Ranks:
             label = whole.label
             initial = Offered(Kind.PARAM, f"{label} at init", 0)
             self.offers.offer(Kind.PARAM, initial.label, 0, whole)
-            digests = self._exchange(Subject.VALUES, _digest(whole), label)
+            digests = self._exchange(Subject.VALUES, digest_of(whole), label)
             if self.rank and digests[self.rank] != digests[0]:
                 for slot, storage in whole.present():
                     place = whole.layout.slots[slot]
@@ -163,7 +165,7 @@ class Ranks:
         """
         tier = whole.home
         assert isinstance(tier, GatherTier)
-        self._agree_on_digest(_digest(whole), whole.label)
+        self._agree_on_digest(digest_of(whole), whole.label)
         tier.write_to_shard(whole.pieces())
         self.offers.offer_next(tier)
         whole.version += 1
@@ -185,12 +187,12 @@ class Ranks:
 
     # -- the step ---------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """All ranks are here: from now on values may change."""
+    def begin_step(self, facts: bytes) -> None:
+        """All ranks are here, and about to do the same: from now on values may change."""
         self.num_steps += 1
         self.network.position = (self.num_steps, Phase.STEP)
         self._settle_copies()
-        self.network.collect(Subject.STEP, self.num_steps, b"", "optimizer.step")
+        check_same(self.network.collect(Subject.STEP, self.num_steps, facts, "optimizer.step"))
 
     def _settle_copies(self) -> None:
         """What was changed in a whole goes to its shard, and no old value is on its way any more:
@@ -249,13 +251,7 @@ class Ranks:
     def end_step(self) -> None:
         """Wholes that somebody holds by their address get the new values where they are."""
         for sharded in self._to_refresh:
-            whole = sharded.whole
-            assert whole.buffer is not None
-            assert whole.extent is not None
-            assert sharded.param is not None
-            sharded.param.read(whole.extent, whole.buffer.memory).result()
-            whole.version += 1
-            whole.lower_version = whole.version
+            renew_copy(self._store, sharded.whole)
         self._to_refresh.clear()
         for sharded in self.sharded.values():  # those without a gradient were not updated
             if sharded.param is not None:
@@ -275,14 +271,6 @@ class Ranks:
         if self._staging is not None:
             self._staging.release()
             self._staging = None
-
-
-def _digest(chunk: Chunk) -> bytes:
-    """Tells the resident bytes of chunks of one layout apart."""
-    hasher = xxhash.xxh3_128()
-    for _, memory in chunk.pieces():
-        hasher.update(memory)
-    return hasher.digest()
 
 
 def find_num_ranks() -> int:

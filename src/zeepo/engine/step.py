@@ -54,6 +54,7 @@ class OptimizerStep:
         adopt: Callable[[Sequence[Tensor]], None],
     ):
         self.optimizer = optimizer
+        self._label = label
         self.grain = grain_of(optimizer)
         self._manager = manager
         self._store = manager.store
@@ -77,9 +78,11 @@ class OptimizerStep:
             assert self._manager.reduction is not None
             self._manager.reduction.refuse_unreduced()
             self._manager.raw_leases.end_all()
-            ranks.begin_step()
         by_chunk, odd = self._collect()
         recipe = take_recipe(self.optimizer)
+        if ranks is not None:
+            names = [t.home.name for targets in by_chunk.values() for t in targets]
+            ranks.begin_step(ranks.step_facts.encode(self._label, recipe.groups, names))
         updates = [self._make_update(recipe, chunk, by_chunk[chunk]) for chunk in by_chunk]
         if sabotaged("update.skip"):
             del updates[1:2]
