@@ -30,6 +30,7 @@ from zeepo.engine.managed import (
     write_autograd_grad,
 )
 from zeepo.engine.reduction import Reduction
+from zeepo.errors import UnsupportedError
 from zeepo.sabotage import sabotaged
 
 
@@ -53,6 +54,8 @@ class Gradients:
         if new is None:
             return
         with torch.no_grad(), plain_torch():
+            if self._reduction is not None:
+                _refuse_unreducible(home, new)
             if new.layout is not torch.strided or new.dtype != parameter.dtype:
                 return
             if new.requires_grad:
@@ -214,3 +217,20 @@ class Gradients:
         while dropped:
             grad = dropped.pop()
             forget(self._store, grad)
+
+
+def _refuse_unreducible(home: Home, new: Tensor) -> None:
+    """What would stay on the parameter would be this rank's own, and the update with it."""
+    if new.layout is not torch.strided:
+        what, advice = "a sparse gradient", "Use sparse=False for its nn.Embedding"
+    elif new.requires_grad:
+        what, advice = (
+            "a gradient with a graph, from backward(create_graph=True)",
+            "Use torch.autograd.grad(create_graph=True) for the inner derivative",
+        )
+    else:
+        return
+    raise UnsupportedError(
+        f"{home.name} has {what}: this version cannot reduce it over several ranks. {advice}, or "
+        "train on one rank."
+    )

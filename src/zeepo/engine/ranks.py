@@ -14,6 +14,7 @@ In between ranks go their own ways: [sharding/network] answers for them.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,7 +69,10 @@ class Ranks:
         self.is_local = 0
         """How many `no_sync` blocks we are in."""
         self.step_facts = StepFacts()
-        self._staging: Buffer | None = None
+        self._changed: set[str] = set()
+        """PARAM chunks, whole on every rank, that the user changed since the last step."""
+        self._stagings: list[Buffer] = []
+        """The last is in use; a rank may still read from one before it."""
         self._to_refresh: list[Sharded] = []
         self.network.meet(Subject.START)
 
@@ -76,6 +80,7 @@ class Ranks:
 
     def add(self, whole: Chunk) -> Sharded:
         """Agree on the values of a PARAM chunk, and split it if parameters are split."""
+        self.take_staging(whole.layout.nbytes)  # one that comes late may be the largest
         ranges = split(whole.layout.nbytes, [1.0] * self.num_ranks)
         sharded = Sharded(whole, ranges, self.rank)
         self.sharded[whole.key] = sharded
@@ -101,8 +106,9 @@ class Ranks:
         """Room in which what others ask for is read from disk: the largest chunk's size."""
         if all(tier is None for tier in self.tiers.values()):
             return
-        self._staging = self._store.pool.acquire(nbytes, "staging")
-        self.offers.use_staging(self._staging.memory)
+        if not self._stagings or self._stagings[-1].capacity_bytes < nbytes:
+            self._stagings.append(self._store.new_buffer(nbytes, "staging"))
+            self.offers.use_staging(self._stagings[-1].memory)
 
     def tier(self, kind: Kind, sharded: Sharded, label: str) -> GatherTier:
         """Where a whole that is split comes from."""
@@ -171,6 +177,16 @@ class Ranks:
         whole.version += 1
         whole.lower_version = whole.version
 
+    def agree_on_state(self, digest: bytes, optimizer: str) -> None:
+        """RankError unless an optimizer came to init with the same state on all ranks."""
+        told = self._exchange(Subject.VALUES, digest, f"the state of {optimizer}")
+        differing = [rank for rank in range(self.num_ranks) if told[rank] != told[0]]
+        if differing:
+            raise RankError(
+                f"init: the state of {optimizer} on rank {differing[0]} is not that of rank 0. "
+                "Load the same checkpoint into it on every rank, or start without state."
+            )
+
     def agree_on_change(self, values: memoryview, what: str) -> None:
         """RankError unless all ranks give the same bytes."""
         self._agree_on_digest(xxhash.xxh3_128_digest(values), what)
@@ -192,7 +208,32 @@ class Ranks:
         self.num_steps += 1
         self.network.position = (self.num_steps, Phase.STEP)
         self._settle_copies()
-        check_same(self.network.collect(Subject.STEP, self.num_steps, facts, "optimizer.step"))
+        changed = json.dumps(sorted(self._changed)).encode()
+        told = self.network.collect(Subject.STEP, self.num_steps, facts + changed, "optimizer.step")
+        check_same([fact[: len(facts)] for fact in told])
+        self._agree_on_wholes({n for fact in told for n in json.loads(fact[len(facts) :])})
+
+    def changed_by_hand(self, chunk: Chunk) -> None:
+        """The user changed a chunk that is whole on every rank: the next step looks at it."""
+        if chunk.key in self.sharded:
+            self._changed.add(chunk.label)
+
+    def forget_changes(self) -> None:
+        self._changed.clear()
+
+    def _agree_on_wholes(self, labels: set[str]) -> None:
+        """What somebody changed is the same everywhere, also if others had it already."""
+        for whole in [s.whole for s in self.sharded.values() if s.label in labels]:
+            self._store.lease([whole])
+            try:
+                self._agree_on_digest(digest_of(whole), whole.label)
+            finally:
+                self._store.release([whole])
+        self.forget_changes()
+
+    @property
+    def is_closing(self) -> bool:
+        return self.network.position[1] == Phase.CLOSING
 
     def _settle_copies(self) -> None:
         """What was changed in a whole goes to its shard, and no old value is on its way any more:
@@ -268,9 +309,8 @@ class Ranks:
 
     def close(self) -> None:
         self.network.close()
-        if self._staging is not None:
-            self._staging.release()
-            self._staging = None
+        while self._stagings:
+            self._stagings.pop().release()
 
 
 def find_num_ranks() -> int:

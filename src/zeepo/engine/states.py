@@ -30,6 +30,7 @@ from zeepo.engine.managed import (
 )
 from zeepo.engine.manager import Manager
 from zeepo.engine.sharded import elements_in
+from zeepo.optim.catalogue import SCALAR_STATES
 from zeepo.sharding.ranges import Range
 
 
@@ -56,6 +57,8 @@ class States:
         self._visible: dict[tuple[int, int, str], Tensor] = {}
         """(PARAM chunk, slot, state name) -> the managed tensor the user sees."""
         self._dtypes: dict[tuple[int, int, str], torch.dtype] = {}
+        self._versions: dict[int, int] = {}
+        """PARAM chunk -> how often its states were offered to the other ranks."""
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
         """How a PARAM chunk is cut for updates."""
@@ -82,6 +85,10 @@ class States:
         """The order in memory in which a parameter's state is cut, whatever its own is by now."""
         return self._strides[home.chunk.key][home.index]
 
+    def known_chunks(self) -> list[Chunk]:
+        """PARAM chunks that have states, in the same order on every rank."""
+        return [self._manager.slots[key][0].chunk for key in self._pieces]
+
     def assembled(self, chunk: Chunk) -> list[Chunk]:
         """Chunks that show cut states of a PARAM chunk as wholes."""
         homes = [home_of(t) for (key, _, _), t in self._visible.items() if key == chunk.key]
@@ -95,12 +102,14 @@ class States:
             if key == chunk.key and number == piece.number and not state.is_empty
         ]
 
-    def is_pageable(self, value: Any, home: Home) -> bool:
+    def is_pageable(self, name: str, value: Any, home: Home) -> bool:
+        is_split = self._manager.sharded_states(home.chunk) is not None
+        least = 1 if is_split and name not in SCALAR_STATES else 2
         return (
             isinstance(value, Tensor)
             and home_of(value) is None
             and value.layout is torch.strided
-            and value.numel() == home.plain.numel() > 1
+            and value.numel() == home.plain.numel() >= least
             and value.device.type == "cpu"
             and not value.requires_grad
         )
@@ -110,7 +119,7 @@ class States:
     def take_in_all(self, home: Home, visible: dict[str, Any]) -> None:
         """Take in what stands in `optimizer.state[p]` and is not ours yet; drop what left it."""
         for name in list(visible):
-            if self.is_pageable(visible[name], home):
+            if self.is_pageable(name, visible[name], home):
                 visible[name] = self._take_in_whole(home, name, visible[name])
         for key in [k for k in self._visible if k[:2] == (home.chunk.key, home.index)]:
             if visible.get(key[2]) is not self._visible[key]:
@@ -236,16 +245,17 @@ class States:
                         label = self._chunk_label(home.chunk, name, piece)
                         at = cut.start * dtype.itemsize
                         parts.append(RemotePart(rank, label, slot.offset_bytes, slot.end_bytes, at))
-        return RemoteParts(ranks.network, sharded, parts)
+        return RemoteParts(ranks.network, lambda: self._versions[home.chunk.key], parts)
 
     def offer_to_ranks(self, chunk: Chunk) -> None:
-        """After an update: other ranks may have the new states."""
+        """After an update, or at init: other ranks may have the new states."""
         sharded, ranks = self._manager.sharded_states(chunk), self._manager.ranks
         if sharded is None or ranks is None:
             return
+        version = self._versions[chunk.key] = self._versions.get(chunk.key, 0) + 1
         for (key, _, _), state in self._chunks.items():
             if key == chunk.key:
-                ranks.offers.offer(Kind.STATE, state.label, sharded.version, state)
+                ranks.offers.offer(Kind.STATE, state.label, version, state)
         for whole in self.assembled(chunk):
             forget_copy(self._store, whole)
 
