@@ -97,6 +97,9 @@ class Gradients:
     def reduce(self, slots: Mapping[int, Sequence[Home]]) -> None:
         """The end of a backward: the ranks' contributions have become everybody's gradients."""
         assert self._reduction is not None
+        for homes in slots.values():
+            for home in homes:  # backward(inputs=...) calls no hooks
+                self.absorb(home)
         for key, indices in self._reduction.end_backward().items():
             grads = self._chunk_for(slots[key][0])
             renew_copy(self._store, grads)

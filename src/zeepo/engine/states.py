@@ -57,6 +57,7 @@ class States:
         self._visible: dict[tuple[int, int, str], Tensor] = {}
         """(PARAM chunk, slot, state name) -> the managed tensor the user sees."""
         self._dtypes: dict[tuple[int, int, str], torch.dtype] = {}
+        """(PARAM chunk, slot, state name) -> its type."""
         self._versions: dict[int, int] = {}
         """PARAM chunk -> how often its states were offered to the other ranks."""
 
@@ -156,6 +157,7 @@ class States:
         if chunk.layout.slots[index].nbytes != value.numel() * value.element_size():
             return value  # another dtype than the first one seen: it stays in RAM, as it is
         storage = value.untyped_storage()
+        self._dtypes[home.chunk.key, home.index, name] = value.dtype
         self._drop_part(chunk, index)
         self._store.adopt(chunk, index, storage)
         self._manager.by_storage[address(storage)] = chunk
@@ -169,18 +171,22 @@ class States:
     def _chunk(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Chunk:
         key = (home.chunk.key, piece.number, name)
         if key not in self._chunks:
-            layout = self._layout(home.chunk, name, piece, dtype)
+            layout = self._layout(home, name, piece, dtype)
             label = self._chunk_label(home.chunk, name, piece)
             self._chunks[key] = self._manager.new_state_chunk(label, layout)
-            self._dtypes[key] = dtype
         return self._chunks[key]
 
-    @staticmethod
-    def _layout(chunk: Chunk, name: str, piece: Piece, dtype: torch.dtype) -> Layout:
-        slots = chunk.layout.slots
-        return pack(
-            [(f"{slots[c.tensor].name}.{name}", c.numel * dtype.itemsize) for c in piece.cuts]
-        )
+    def _layout(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Layout:
+        """Of a state that has this type for one parameter: that parameter's own, as torch makes
+        them, and then each of the others has its own too."""
+        homes = self._manager.slots[home.chunk.key]
+        slots = home.chunk.layout.slots
+        is_own = dtype == home.plain.dtype
+        sizes = []
+        for cut in piece.cuts:
+            itemsize = (homes[cut.tensor].plain.dtype if is_own else dtype).itemsize
+            sizes.append((f"{slots[cut.tensor].name}.{name}", cut.numel * itemsize))
+        return pack(sizes)
 
     def _chunk_label(self, chunk: Chunk, name: str, piece: Piece) -> str:
         label = f"{chunk.label}.{self._label}.{name}"
@@ -190,14 +196,14 @@ class States:
 
     def part(self, home: Home, name: str, piece: Piece, cut: Cut) -> Tensor | None:
         """A flat ordinary tensor over a cut's state (chunk leased); None if there is none."""
-        key = (home.chunk.key, piece.number, name)
-        chunk = self._chunks.get(key)
+        chunk = self._chunks.get((home.chunk.key, piece.number, name))
         if chunk is None:
             return None
         storage = chunk.storages[next(i for i, c in enumerate(piece.cuts) if c is cut)]
         if storage is None:
             return None
-        return torch.empty(0, dtype=self._dtypes[key]).set_(storage, 0, (cut.numel,), (1,))
+        dtype = self._dtypes[home.chunk.key, home.index, name]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (cut.numel,), (1,))
 
     def whole(self, home: Home, name: str) -> Tensor:
         """The managed tensor that shows all pieces of a state as one."""
@@ -205,12 +211,11 @@ class States:
         if key in self._visible:
             return self._visible[key]
         parts = []
-        dtype = home.plain.dtype
+        dtype = self._dtypes.get(key, home.plain.dtype)
         for piece in self.pieces(home.chunk):
             for index, cut in enumerate(piece.cuts):
                 if cut.tensor == home.index and cut.numel:
                     chunk = self._chunks[home.chunk.key, piece.number, name]
-                    dtype = self._dtypes[home.chunk.key, piece.number, name]
                     nbytes = chunk.layout.slots[index].nbytes
                     parts.append(Part(chunk, index, cut.start * nbytes // cut.numel, nbytes))
         total = home.plain.numel() * dtype.itemsize
@@ -239,7 +244,7 @@ class States:
         parts = []
         for rank in ranks.network.peers:
             for piece in self._pieces_of(home.chunk, sharded.ranges[rank]):
-                layout = self._layout(home.chunk, name, piece, dtype)
+                layout = self._layout(home, name, piece, dtype)
                 for slot, cut in zip(layout.slots, piece.cuts, strict=True):
                     if cut.tensor == home.index and cut.numel:
                         label = self._chunk_label(home.chunk, name, piece)
