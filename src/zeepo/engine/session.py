@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -104,7 +105,7 @@ class Session:
         self._closing = Closing(self._store, space)
         if space is not None:
             self._manager.copies.use_disk(space, self.plan.guaranteed_bytes)
-        self._num_late_units = 0
+        self._late_names = (f"late{number}" for number in itertools.count())
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
         self._activations = self._make_activations(options)
@@ -147,12 +148,14 @@ class Session:
 
     def _before_backward(self) -> None:
         assert self._manager.reduction is not None
+        self._manager.raw_leases.settle()
         self._manager.reduction.begin_backward()
 
     def _after_backward(self) -> None:
         assert self._ranks is not None
         if not self._ranks.is_local:
             self._manager.gradients.reduce(self._manager.slots)
+            self._manager.raw_leases.look_again()
 
     def _make_activations(self, options: Options) -> Activations | None:
         if self._disk is None or options.activations not in ("auto", "disk"):
@@ -200,21 +203,23 @@ class Session:
         label = f"optimizer{len(self._steps)}" if len(self._optimizers) > 1 else "optimizer"
         step = OptimizerStep(self._manager, optimizer, label, tuning(), self._adopt_late)
         self._steps.append(step)
+        step.agree_with_ranks()
         step.take_in_states()
         self._interceptions.append(StepInterception(step, self._after_step))
 
     def _adopt_late(self, parameters: Sequence[Tensor]) -> None:
         """Parameters that came after init, with add_param_group."""
-        for p in parameters:
-            if self._manager.home(p) is None:
-                if type(p) is not nn.Parameter:
-                    raise UnsupportedError(
-                        f"an optimizer got a {type(p).__name__} of shape {tuple(p.shape)} after "
-                        "init: only nn.Parameter can be added while a session is open."
-                    )
-                name = f"late{self._num_late_units}"
-                self._num_late_units += 1
-                self._manager.adopt_chunk(name, [(name, p)])
+        for p in (late := [p for p in parameters if self._manager.home(p) is None]):
+            if type(p) is not nn.Parameter:
+                raise UnsupportedError(
+                    f"an optimizer got a {type(p).__name__} of shape {tuple(p.shape)} after "
+                    "init: only nn.Parameter can be added while a session is open."
+                )
+            name = next(self._late_names)
+            self._manager.adopt_chunk(name, [(name, p)])
+        if late and self._ranks is not None:  # nobody has reduced the gradients they came with
+            self._before_backward()
+            self._after_backward()
 
     def _after_step(self) -> None:
         self._manager.raw_leases.end_all()
