@@ -33,12 +33,12 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # The models are small: a second OpenMP thread costs more than it gives, a second process does not.
-test: export OMP_NUM_THREADS = 1
+test test-full: export OMP_NUM_THREADS = 1
 test: lint typecheck
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-full: lint typecheck
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo

@@ -41,6 +41,11 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- The list of options
 
 
+def test_a_table_is_not_a_path() -> None:
+    with pytest.raises(ConfigError, match=r"not a dict.*zeepo.init\(model, \*\*options\)"):
+        resolve_options({}, config_path={"ram": "1GiB"}, environ={})  # type: ignore[arg-type]
+
+
 def test_the_option_list_and_its_defaults_are_frozen() -> None:
     assert {field.name: field.default for field in fields(Options)} == {
         "stage": "auto",

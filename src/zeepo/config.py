@@ -105,6 +105,11 @@ def resolve_options(
     environ = os.environ if environ is None else environ
     given: dict[str, _Given] = {}
     if config_path is not None:
+        if not isinstance(config_path, (str, Path)):
+            raise ConfigError(
+                f"config= takes the path of a TOML file, not a {type(config_path).__name__}. "
+                "Options that are at hand already are keywords: zeepo.init(model, **options)."
+            )
         given.update(_from_file(Path(config_path)))
     given.update(_from_variables(environ))
     given.update(_from_keywords(keywords))

@@ -18,6 +18,7 @@ from tests.dist.training import (
     with_own_changes,
     with_own_changes_plainly,
     with_set_gradients,
+    with_unequal_ram,
 )
 
 SLOW = pytest.mark.slow
@@ -56,6 +57,16 @@ def test_accumulation_without_sync_equals_ddp(ranks: Ranks, tmp_path: Path, stag
     for rank in range(2):
         assert ours[rank]["seen"] == plain[rank]["seen"]
         assert ours[rank]["values"] == plain[rank]["values"]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
+def test_ranks_with_more_memory_take_more(ranks: Ranks, stage: int) -> None:
+    plain = ranks.run(2, under_ddp)
+    ours = ranks.run(2, with_unequal_ram, stage)
+    assert [ours[rank]["seen"] for rank in range(2)] == [plain[rank]["seen"] for rank in range(2)]
+    assert ours[0]["values"] == plain[0]["values"]
+    assert 2.5 < ours[0]["held"] / ours[1]["held"] < 3.5
+    assert "75% of what is split" in ours[0]["text"]
 
 
 def test_clipping_is_the_same_in_every_stage(ranks: Ranks, tmp_path: Path) -> None:

@@ -103,6 +103,20 @@ def under_zeepo(stage: int, disk: str | None, placement: dict[str, str], **optio
     return {"seen": seen, "values": digest(model, optimizer), "stats": dict(stats)}
 
 
+def with_unequal_ram(stage: int) -> dict[str, Any]:
+    """Rank 0 has three times the memory of the others."""
+    model, optimizer = make(dist.get_rank())
+    ram = "900MiB" if dist.get_rank() == 0 else "300MiB"
+    with tuned(estimate=False, piece_bytes=1 << 10):
+        session = zeepo.init(model, optimizer, stage=stage, ram=ram)
+    seen = train(model, optimizer, session.no_sync)
+    held = session.stats().bytes_by_tag["optimizer state"]
+    text = session.plan.explain()
+    session.close()
+    values = digest(model, optimizer)
+    return {"seen": seen, "values": values, "held": held, "text": text}
+
+
 def change_by_hand(
     model: nn.Module, inner: nn.Module, optimizer: torch.optim.Optimizer, gathered: Any
 ) -> None:

@@ -27,7 +27,7 @@ def test_the_first_tensor_tells() -> None:
     assert num_samples(["text", 3]) is None
 
 
-def test_the_first_forward_since_the_last_backward_counts() -> None:
+def test_the_last_forward_before_a_backward_counts() -> None:
     original = Net.forward
     model, other = Net(), Net()
     samples = Samples()
@@ -37,10 +37,10 @@ def test_the_first_forward_since_the_last_backward_counts() -> None:
         model(torch.zeros(8, 3))
     model(x=torch.zeros(5, 3))
     model(torch.zeros(6, 3))
-    assert samples.take() == 5
-    assert samples.take() == 0
-    model(torch.zeros(6, 3))
     assert samples.take() == 6
+    assert samples.take() == 6, "a second backward of the same forward"
+    model(torch.zeros(4, 3))
+    assert samples.take() == 4
     samples.stop()
     assert Net.forward is original
 

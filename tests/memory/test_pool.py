@@ -193,6 +193,20 @@ def test_trim_longest_idle_first() -> None:
     assert ledger.used_bytes == 0
 
 
+def test_what_nobody_needed_for_a_whole_step_is_unmapped() -> None:
+    pool = BufferPool(Ledger("ram", None))
+    large, small = pool.acquire(3 * MiB, "params"), pool.acquire(MiB, "params")
+    large.release()
+    small.release()
+    pool.end_step()
+    assert pool.idle_bytes == 4 * MiB
+    pool.acquire(MiB, "params").release()
+    pool.end_step()
+    assert pool.idle_bytes == MiB
+    pool.end_step()
+    assert (pool.idle_bytes, pool.mapped_bytes, pool.ledger.used_bytes) == (0, 0, 0)
+
+
 def test_use_after_release_is_refused() -> None:
     buffer = BufferPool(Ledger("ram", None)).acquire(4096, "params")
     buffer.release()

@@ -198,7 +198,7 @@ def test_the_bill_of_an_example() -> None:
     with_region = example(region_bytes=6 * page)
     assert with_region.items()["params"] == 6 * page
     large = example(units=(UnitPlan("a", 100 * MiB, 100 * MiB),), piece_bytes=30 * MiB)
-    # Updating: parameters, gradients, two states of a piece, and one of them on its way to its slot.
+    # Updating: parameters, gradients, two states of a piece, one of them on its way.
     assert without_slack(large) == {
         "torch itself": TORCH_GROWTH_BYTES,
         "params": 100 * MiB,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeepo.engine.team import weights_of_ram
 from zeepo.errors import ConfigError
 from zeepo.sharding.ranges import ALIGNMENT_BYTES, Range, split
 
@@ -56,3 +57,10 @@ def test_intersection_is_empty_outside() -> None:
     assert part.intersect(150, 300) == Range(150, 200)
     assert part.intersect(0, 50).nbytes == 0
     assert part.intersect(300, 400).nbytes == 0
+
+
+def test_weights_follow_ram_when_every_rank_was_given_another() -> None:
+    assert weights_of_ram([None, None]) == (1.0, 1.0)
+    assert weights_of_ram([4, None, 2]) == (1.0, 1.0, 1.0)
+    assert weights_of_ram([4, 4]) == (1.0, 1.0)
+    assert weights_of_ram([6, 2, 4]) == (6.0, 2.0, 4.0)

@@ -62,6 +62,8 @@ class Chunk:
         self.extent: Extent | None = None
         self.expected_writes = 0
         self.leases = 0
+        self.loans = 0
+        """How many of the leases are other ranks': they read from this memory."""
         self.may_be_prefetched = True
         """False for what is assembled from other chunks: that needs their room too."""
         self.is_copy = False

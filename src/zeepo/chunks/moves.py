@@ -269,7 +269,9 @@ class Moves:
     def _idle_copies(self) -> list[Chunk]:
         """Not in use; what is needed soonest comes first, or what was used last."""
         idle = [
-            c for c in self.copies if not c.leases and (c.fetching is not None or c.is_resident)
+            c
+            for c in self.copies
+            if not c.leases and c.home is not None and (c.fetching is not None or c.is_resident)
         ]
         return sorted(idle, key=lambda c: (self.trace.next_use(c.key), -c.last_lease))
 

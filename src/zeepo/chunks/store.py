@@ -357,7 +357,8 @@ class ChunkStore:
             self.moves.settle(chunk)
 
     def begin_closing(self) -> None:
-        """Every lease is over, nothing is read ahead, and what cannot be read is given up.
+        """Every lease but other ranks' is over, nothing is read ahead, and what cannot be read is
+        given up.
 
         The budget holds as long as values can be kept inside it. A chunk to which somebody has a
         raw address stays where it is.
@@ -368,7 +369,7 @@ class ChunkStore:
             self._prefetch_enabled = False
             self.moves.must_have_room = True
             for chunk in self.moves.chunks.values():
-                chunk.leases = 0
+                chunk.leases = chunk.loans
                 if chunk.raw_holds:
                     chunk.home = None
 

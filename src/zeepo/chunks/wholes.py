@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import xxhash
+
 from zeepo.chunks.chunk import Chunk
+from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import ChunkStore
 from zeepo.memory.mapping import address_of
 from zeepo.memory.tier import Tier
@@ -43,6 +46,21 @@ def forget_copy(store: ChunkStore, whole: Chunk) -> None:
             store.moves.evict(whole)
 
 
+def renew_copy(store: ChunkStore, whole: Chunk) -> None:
+    """The same; but what somebody holds by its address gets the newer bytes where it is."""
+    if not whole.leases or not whole.is_resident:
+        forget_copy(store, whole)
+        return
+    with store.lock:
+        assert whole.home is not None
+        assert whole.extent is not None
+        assert whole.buffer is not None
+        store.wait(whole.home.read(whole.extent, whole.buffer.memory))
+        whole.version += 1
+        whole.lower_version = whole.version
+        whole.expected_writes = whole.extent.num_writes
+
+
 def copy_resident(store: ChunkStore, part: Chunk, target: memoryview) -> None:
     """Copy a chunk that is here, or on its way, without a lease."""
     with store.lock:
@@ -55,6 +73,14 @@ def copy_into(target: memoryview, pieces: Sequence[tuple[int, memoryview]]) -> N
     start = address_of(target)
     for offset, memory in pieces:
         ctypes.memmove(start + offset, address_of(memory), memory.nbytes)
+
+
+def digest_of(chunk: Chunk) -> bytes:
+    """Tells the resident bytes of chunks of one layout apart."""
+    hasher = xxhash.xxh3_128()
+    for _, storage in chunk.present():  # not what lies between the slots
+        hasher.update(memory_of(storage))
+    return hasher.digest()
 
 
 def drop_parts(store: ChunkStore) -> None:

@@ -18,9 +18,10 @@ from zeepo.chunks.storages import address, num_users
 from zeepo.config import Options
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.managed import ManagedTensor, home_of, mark_ordinary, storage_of
-from zeepo.engine.ranks import choose_stage, find_num_ranks
+from zeepo.engine.ranks import choose_stage
 from zeepo.engine.reduction import MOST_ASKED
 from zeepo.engine.regions import largest_region_bytes
+from zeepo.engine.team import Team
 from zeepo.engine.tuning import tuning
 from zeepo.errors import ConfigError, UnsupportedError
 from zeepo.optim.catalogue import grain_of, num_states_of, num_temporaries_of
@@ -176,6 +177,7 @@ def plan_session(
     optimizers: Sequence[Optimizer],
     units: Sequence[Unit],
     options: Options,
+    team: Team,
 ) -> Plan:
     """Where everything rests, and the bill."""
     default = "disk" if options.disk else "ram"
@@ -199,20 +201,20 @@ def plan_session(
         )
         for unit in units
     )
-    num_ranks = find_num_ranks()
     largest = max((_chunk_bytes(unit) for unit in units), default=0)
     plan = Plan(
         units=unit_plans,
         num_states=max((num_states_of(o) for o in optimizers), default=0),
         placement=placement,
         ram=available_ram_bytes() if options.ram is None else options.ram,
-        staging_bytes=STAGING_BYTES + rank_buffers(largest, num_ranks, MOST_ASKED),
+        staging_bytes=STAGING_BYTES + rank_buffers(largest, team.num_ranks, team.share, MOST_ASKED),
         piece_bytes=tuning().piece_bytes,
         region_bytes=max((largest_region_bytes(model) for model in models), default=0),
         num_temporaries=max((num_temporaries_of(o) for o in optimizers), default=0),
         activations=_place_of_activations(options),
-        num_ranks=num_ranks,
-        stage=choose_stage(options.stage, optimizers) if num_ranks > 1 else 0,
+        num_ranks=team.num_ranks,
+        share=team.share,
+        stage=choose_stage(options.stage, optimizers) if team.num_ranks > 1 else 0,
     )
     if options.ram is None and tuning().least_ram:
         return replace(plan, ram=plan.minimum_ram)

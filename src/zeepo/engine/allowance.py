@@ -22,6 +22,7 @@ from zeepo.engine.adoption import bytes_of_model, plan_session
 from zeepo.engine.estimate import FirstForward, estimate
 from zeepo.engine.manager import Manager
 from zeepo.engine.regions import is_compiled
+from zeepo.engine.team import Team
 from zeepo.engine.tuning import tuning
 from zeepo.errors import BudgetError, DiskError
 from zeepo.memory.budget import RamBudget
@@ -45,8 +46,9 @@ class Allowance:
         optimizers: Sequence[Optimizer],
         units: Sequence[Unit],
         options: Options,
+        team: Team,
     ):
-        self.plan = plan_session(models, optimizers, units, options)
+        self.plan = plan_session(models, optimizers, units, options, team)
         self._has_disk = bool(options.disk)
         refuse_too_little(self.plan, has_disk=self._has_disk)
         check_disk_limit(self.plan, options)

@@ -8,13 +8,12 @@ pieces.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.engine.sharded import Sharded
 from zeepo.engine.shards import Offered
 from zeepo.errors import InternalError
 from zeepo.memory.mapping import address_of
@@ -54,12 +53,13 @@ class RemoteParts:
     """What other ranks have of a whole."""
 
     network: Network
-    sharded: Sharded
+    version: Callable[[], int]
+    """How often the state was changed, the same on every rank."""
     parts: Sequence[RemotePart]
 
     def pull(self, part: RemotePart, target: memoryview, future: PeerFuture) -> None:
         """Ask for one part, as it is after the last update."""
-        offered = Offered(Kind.STATE, part.label, self.sharded.version)
+        offered = Offered(Kind.STATE, part.label, self.version())
         offered.ask(self.network, part.rank, Range(part.low, part.high), target, future)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeepo.chunks.storages import is_exclusive, new_storage, take_memory
 from zeepo.chunks.store import Chunk, ChunkStore
-from zeepo.chunks.wholes import forget_copy
+from zeepo.chunks.wholes import renew_copy
 from zeepo.engine.forgetting import forget
 from zeepo.engine.managed import (
     Home,
@@ -30,6 +30,7 @@ from zeepo.engine.managed import (
     write_autograd_grad,
 )
 from zeepo.engine.reduction import Reduction
+from zeepo.errors import UnsupportedError
 from zeepo.sabotage import sabotaged
 
 
@@ -53,6 +54,8 @@ class Gradients:
         if new is None:
             return
         with torch.no_grad(), plain_torch():
+            if self._reduction is not None:
+                _refuse_unreducible(home, new)
             if new.layout is not torch.strided or new.dtype != parameter.dtype:
                 return
             if new.requires_grad:
@@ -94,9 +97,12 @@ class Gradients:
     def reduce(self, slots: Mapping[int, Sequence[Home]]) -> None:
         """The end of a backward: the ranks' contributions have become everybody's gradients."""
         assert self._reduction is not None
+        for homes in slots.values():
+            for home in homes:  # backward(inputs=...) calls no hooks
+                self.absorb(home)
         for key, indices in self._reduction.end_backward().items():
             grads = self._chunk_for(slots[key][0])
-            forget_copy(self._store, grads)
+            renew_copy(self._store, grads)
             for home in slots[key]:
                 if home.grad is None and home.index in indices:
                     home.grad = self._shell(home, grads)
@@ -193,7 +199,7 @@ class Gradients:
         with torch.no_grad(), plain_torch():
             reduction.replace(home, torch.empty_like(home.plain).copy_(value))
             grads = self._chunk_for(home)
-            forget_copy(self._store, grads)
+            renew_copy(self._store, grads)
             home.grad = self._shell(home, grads)
 
     def drop(self, home: Home) -> None:
@@ -214,3 +220,20 @@ class Gradients:
         while dropped:
             grad = dropped.pop()
             forget(self._store, grad)
+
+
+def _refuse_unreducible(home: Home, new: Tensor) -> None:
+    """What would stay on the parameter would be this rank's own, and the update with it."""
+    if new.layout is not torch.strided:
+        what, advice = "a sparse gradient", "Use sparse=False for its nn.Embedding"
+    elif new.requires_grad:
+        what, advice = (
+            "a gradient with a graph, from backward(create_graph=True)",
+            "Use torch.autograd.grad(create_graph=True) for the inner derivative",
+        )
+    else:
+        return
+    raise UnsupportedError(
+        f"{home.name} has {what}: this version cannot reduce it over several ranks. {advice}, or "
+        "train on one rank."
+    )

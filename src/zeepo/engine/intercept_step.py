@@ -63,6 +63,8 @@ class StepInterception:
     def _run_own_step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """An optimizer we know nothing of runs its own code; every tensor it touches is managed."""
         optimizer = self._step.optimizer
+        if closure is None:
+            self._step.begin_own_step()
         arguments = () if closure is None else (closure,)
         loss = raw_step(type(optimizer))(optimizer, *arguments, **kwargs)
         self._step.take_in_states()

@@ -64,7 +64,7 @@ class Manager:
         self._split_gradients: SplitGradients | None = None
         self.node_leases = NodeLeases(store, self.by_storage)
         self.copies = Copies(store)
-        self.raw_leases = RawLeases(store)
+        self.raw_leases = RawLeases(store, self._mark_changed)
         self._hook_handles: dict[int, Any] = {}
         """id(parameter) -> the handle of the hook that takes its gradients over."""
 
@@ -81,6 +81,8 @@ class Manager:
         ]
         if self.ranks is not None:
             self.ranks.add(chunk)
+        for home in self.slots[chunk.key]:  # gradients that are there already
+            self.gradients.absorb(home)
         return chunk
 
     def use_ranks(self, ranks: Ranks, count_samples: Callable[[], int]) -> None:
@@ -109,13 +111,8 @@ class Manager:
         self.homes[id(p)] = home
         self.by_storage[address(storage)] = chunk
         mark_managed(p, home)
-        self._take_gradient(home)
         self._watch_gradient(home)
         return home
-
-    def _take_gradient(self, home: Home) -> None:
-        """One that the parameter has already."""
-        self.gradients.absorb(home)
 
     def adopt_aliases(self, aliases: Sequence[tuple[Tensor, nn.Parameter]]) -> None:
         """Tensors made before init that share a parameter's storage."""
@@ -194,9 +191,11 @@ class Manager:
         self.node_leases.give_back_stale()
         self.raw_leases.end_those_of_the_dead()
         self.copies.count_out_ended()
+        self.raw_leases.settle(home.chunk for home in map(home_of, managed) if home is not None)
         if self._split_gradients is not None:
             result = self._split_gradients.run(func, args, kwargs, managed)
             if result is not NotImplemented:
+                self.raw_leases.look_again()
                 return result
         homes = [home for home in map(home_of, managed) if home is not None]
         chunks = list({home.chunk.key: home.chunk for home in homes}.values())
@@ -214,6 +213,7 @@ class Manager:
                         self.lease_until_step(home)
             finally:
                 self.store.release(chunks)
+        self.raw_leases.look_again()
         return result
 
     def finish(
@@ -261,10 +261,14 @@ class Manager:
                 self._mark_changed(home.chunk)
 
     def _mark_changed(self, chunk: Chunk) -> None:
-        if self.ranks is not None and isinstance(chunk.home, GatherTier):
+        """The user's code changed a leased chunk."""
+        if self.ranks is None or self.ranks.is_closing:
+            self.store.mark_changed(chunk)
+        elif isinstance(chunk.home, GatherTier):
             self.ranks.whole_changed(chunk)
         else:
             self.store.mark_changed(chunk)
+            self.ranks.changed_by_hand(chunk)
 
     # -- what managed tensors ask -----------------------------------------------------------------
 
@@ -272,7 +276,9 @@ class Manager:
         return self.gradients.read(home)
 
     def write_grad(self, home: Home, value: Tensor | None) -> None:
+        self.raw_leases.settle()
         self.gradients.write(home, value)
+        self.raw_leases.look_again()
 
     def lease_for_life_of(self, home: Home, obj: object) -> None:
         self.raw_leases.for_life_of(home, obj)
@@ -332,6 +338,9 @@ class Manager:
             handle.remove()
         for home in self.homes.values():
             self.gradients.absorb(home)
+            contribution = home_of(home.contribution)
+            if contribution is not None:  # of `no_sync`: the user's to get back
+                contribution.chunk.is_part = False
 
     def give_back(self) -> None:
         """Every managed tensor becomes ordinary again, with its current values."""
@@ -342,6 +351,8 @@ class Manager:
             self.store.free_from_store(home.chunk, home.index)
             home.manager = None
             mark_ordinary(p)
+            if home.contribution is not None:  # of `no_sync`: this rank's own, as under DDP
+                grad, home.contribution = home.contribution, None
             if grad is not None:
                 self._give_back_grad(p, grad)
         self.homes.clear()

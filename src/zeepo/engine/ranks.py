@@ -14,22 +14,22 @@ In between ranks go their own ways: [sharding/network] answers for them.
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch.distributed as dist
 import xxhash
 from torch.optim import Optimizer
 
 from zeepo.chunks.layout import pack
 from zeepo.chunks.storages import memory_of, new_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.chunks.wholes import forget_copy, rest_on
-from zeepo.config import launched_ranks
+from zeepo.chunks.wholes import digest_of, forget_copy, renew_copy, rest_on
 from zeepo.engine.managed import Home
 from zeepo.engine.sharded import Sharded, Stages, Subject
 from zeepo.engine.shards import KIND_NAMES, GatherTier, Offered, Offers, key_of
+from zeepo.engine.step_facts import StepFacts, check_same
+from zeepo.engine.team import Team
 from zeepo.engine.tuning import tuning
 from zeepo.errors import RankError, UnsupportedError
 from zeepo.memory.pool import Buffer
@@ -47,13 +47,13 @@ COUNTED = (Subject.BACKWARD, Subject.STEP)
 class Ranks:
     """All ranks, seen from this one."""
 
-    def __init__(self, store: ChunkStore, stage: int, tiers: dict[Kind, Tier | None]):
+    def __init__(self, store: ChunkStore, stage: int, tiers: dict[Kind, Tier | None], team: Team):
         self.stages = Stages(stage)
         self._store = store
         self.tiers = tiers
-        group = dist.new_group(backend="gloo")
+        self._weights = team.weights
         patience = tuning().rank_patience_seconds
-        self.network = Network(group, store.lock, patience, KIND_NAMES, COUNTED)
+        self.network = Network(team.group, store.lock, patience, KIND_NAMES, COUNTED)
         self.offers = Offers(store, self.network)
         self.rank, self.num_ranks = self.network.rank, self.network.num_ranks
         self.sharded: dict[int, Sharded] = {}
@@ -66,7 +66,11 @@ class Ranks:
         self._num_exchanges = 0
         self.is_local = 0
         """How many `no_sync` blocks we are in."""
-        self._staging: Buffer | None = None
+        self.step_facts = StepFacts()
+        self._changed: set[str] = set()
+        """PARAM chunks, whole on every rank, that the user changed since the last step."""
+        self._stagings: list[Buffer] = []
+        """The last is in use; a rank may still read from one before it."""
         self._to_refresh: list[Sharded] = []
         self.network.meet(Subject.START)
 
@@ -74,7 +78,8 @@ class Ranks:
 
     def add(self, whole: Chunk) -> Sharded:
         """Agree on the values of a PARAM chunk, and split it if parameters are split."""
-        ranges = split(whole.layout.nbytes, [1.0] * self.num_ranks)
+        self.take_staging(whole.layout.nbytes)  # one that comes late may be the largest
+        ranges = split(whole.layout.nbytes, self._weights)
         sharded = Sharded(whole, ranges, self.rank)
         self.sharded[whole.key] = sharded
         for suffix in ("", ".contribution0", ".contribution1", ".grad"):
@@ -99,8 +104,9 @@ class Ranks:
         """Room in which what others ask for is read from disk: the largest chunk's size."""
         if all(tier is None for tier in self.tiers.values()):
             return
-        self._staging = self._store.pool.acquire(nbytes, "staging")
-        self.offers.use_staging(self._staging.memory)
+        if not self._stagings or self._stagings[-1].capacity_bytes < nbytes:
+            self._stagings.append(self._store.new_buffer(nbytes, "staging"))
+            self.offers.use_staging(self._stagings[-1].memory)
 
     def tier(self, kind: Kind, sharded: Sharded, label: str) -> GatherTier:
         """Where a whole that is split comes from."""
@@ -124,7 +130,7 @@ class Ranks:
             label = whole.label
             initial = Offered(Kind.PARAM, f"{label} at init", 0)
             self.offers.offer(Kind.PARAM, initial.label, 0, whole)
-            digests = self._exchange(Subject.VALUES, _digest(whole), label)
+            digests = self._exchange(Subject.VALUES, digest_of(whole), label)
             if self.rank and digests[self.rank] != digests[0]:
                 for slot, storage in whole.present():
                     place = whole.layout.slots[slot]
@@ -163,11 +169,21 @@ class Ranks:
         """
         tier = whole.home
         assert isinstance(tier, GatherTier)
-        self._agree_on_digest(_digest(whole), whole.label)
+        self._agree_on_digest(digest_of(whole), whole.label)
         tier.write_to_shard(whole.pieces())
         self.offers.offer_next(tier)
         whole.version += 1
         whole.lower_version = whole.version
+
+    def agree_on_state(self, digest: bytes, optimizer: str) -> None:
+        """RankError unless an optimizer came to init with the same state on all ranks."""
+        told = self._exchange(Subject.VALUES, digest, f"the state of {optimizer}")
+        differing = [rank for rank in range(self.num_ranks) if told[rank] != told[0]]
+        if differing:
+            raise RankError(
+                f"init: the state of {optimizer} on rank {differing[0]} is not that of rank 0. "
+                "Load the same checkpoint into it on every rank, or start without state."
+            )
 
     def agree_on_change(self, values: memoryview, what: str) -> None:
         """RankError unless all ranks give the same bytes."""
@@ -185,12 +201,37 @@ class Ranks:
 
     # -- the step ---------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """All ranks are here: from now on values may change."""
+    def begin_step(self, facts: bytes) -> None:
+        """All ranks are here, and about to do the same: from now on values may change."""
         self.num_steps += 1
         self.network.position = (self.num_steps, Phase.STEP)
         self._settle_copies()
-        self.network.collect(Subject.STEP, self.num_steps, b"", "optimizer.step")
+        changed = json.dumps(sorted(self._changed)).encode()
+        told = self.network.collect(Subject.STEP, self.num_steps, facts + changed, "optimizer.step")
+        check_same([fact[: len(facts)] for fact in told])
+        self._agree_on_wholes({n for fact in told for n in json.loads(fact[len(facts) :])})
+
+    def changed_by_hand(self, chunk: Chunk) -> None:
+        """The user changed a chunk that is whole on every rank: the next step looks at it."""
+        if chunk.key in self.sharded:
+            self._changed.add(chunk.label)
+
+    def forget_changes(self) -> None:
+        self._changed.clear()
+
+    def _agree_on_wholes(self, labels: set[str]) -> None:
+        """What somebody changed is the same everywhere, also if others had it already."""
+        for whole in [s.whole for s in self.sharded.values() if s.label in labels]:
+            self._store.lease([whole])
+            try:
+                self._agree_on_digest(digest_of(whole), whole.label)
+            finally:
+                self._store.release([whole])
+        self.forget_changes()
+
+    @property
+    def is_closing(self) -> bool:
+        return self.network.position[1] == Phase.CLOSING
 
     def _settle_copies(self) -> None:
         """What was changed in a whole goes to its shard, and no old value is on its way any more:
@@ -249,13 +290,7 @@ class Ranks:
     def end_step(self) -> None:
         """Wholes that somebody holds by their address get the new values where they are."""
         for sharded in self._to_refresh:
-            whole = sharded.whole
-            assert whole.buffer is not None
-            assert whole.extent is not None
-            assert sharded.param is not None
-            sharded.param.read(whole.extent, whole.buffer.memory).result()
-            whole.version += 1
-            whole.lower_version = whole.version
+            renew_copy(self._store, sharded.whole)
         self._to_refresh.clear()
         for sharded in self.sharded.values():  # those without a gradient were not updated
             if sharded.param is not None:
@@ -272,26 +307,8 @@ class Ranks:
 
     def close(self) -> None:
         self.network.close()
-        if self._staging is not None:
-            self._staging.release()
-            self._staging = None
-
-
-def _digest(chunk: Chunk) -> bytes:
-    """Tells the resident bytes of chunks of one layout apart."""
-    hasher = xxhash.xxh3_128()
-    for _, memory in chunk.pieces():
-        hasher.update(memory)
-    return hasher.digest()
-
-
-def find_num_ranks() -> int:
-    """How many processes train together: what torch.distributed or its launcher says."""
-    if not dist.is_available():
-        return 1
-    if not dist.is_initialized() and launched_ranks(os.environ) > 1:
-        dist.init_process_group("gloo")
-    return dist.get_world_size() if dist.is_initialized() else 1
+        while self._stagings:
+            self._stagings.pop().release()
 
 
 def choose_stage(wanted: int | str, optimizers: Sequence[Optimizer]) -> int:

@@ -19,7 +19,11 @@ from zeepo.engine.regions import is_compiled
 
 
 class Samples:
-    """Counts the samples of the first forward before each backward."""
+    """Counts the samples of the last forward before each backward.
+
+    The last, because one that is never followed by a backward may come before it (an evaluation
+    with gradients enabled). It stays for a second backward of the same forward.
+    """
 
     def __init__(self) -> None:
         self._watched: set[int] = set()
@@ -35,9 +39,8 @@ class Samples:
                 self._watch(cls)
 
     def take(self) -> int:
-        """Those of the batch since the last call; 0 when nothing was seen."""
-        count, self._count = self._count, None
-        return count or 0
+        """Those of the last batch; 0 when nothing was seen."""
+        return self._count or 0
 
     def stop(self) -> None:
         """Watch no more."""
@@ -49,7 +52,7 @@ class Samples:
 
         @functools.wraps(original)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(self) in samples._watched and samples._count is None and torch.is_grad_enabled():
+            if id(self) in samples._watched and torch.is_grad_enabled():
                 samples._count = num_samples((*args, *kwargs.values()))
             return original(self, *args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +39,7 @@ from zeepo.engine.regions import Regions
 from zeepo.engine.samples import Samples
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
+from zeepo.engine.team import Team, join_team
 from zeepo.engine.telemetry import Telemetry
 from zeepo.engine.tuning import tuning
 from zeepo.errors import (
@@ -85,7 +87,8 @@ class Session:
         """Plan, refuse what cannot be, take everything over; on failure nothing is changed."""
         refuse_unmanageable(self._models, self._optimizers)
         units = self._find_units()
-        self._allowance = Allowance(self._models, self._optimizers, units, options)
+        team = join_team(options.ram)
+        self._allowance = Allowance(self._models, self._optimizers, units, options, team)
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
         self._disk: DiskTier | None = None
@@ -98,11 +101,11 @@ class Session:
             guaranteed_bytes=self.plan.guaranteed_bytes,
         )
         self._manager = Manager(self._store, self._home_tiers())
-        self._ranks = self._join_ranks(units)
+        self._ranks = self._join_ranks(units, team)
         self._closing = Closing(self._store, space)
         if space is not None:
             self._manager.copies.use_disk(space, self.plan.guaranteed_bytes)
-        self._num_late_units = 0
+        self._late_names = (f"late{number}" for number in itertools.count())
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
         self._activations = self._make_activations(options)
@@ -130,13 +133,13 @@ class Session:
                 self._give_everything_back()
             raise
 
-    def _join_ranks(self, units: Sequence[Unit]) -> Ranks | None:
+    def _join_ranks(self, units: Sequence[Unit], team: Team) -> Ranks | None:
         """With several ranks, what each of them does is agreed with the others."""
         self._ends_of_backward = EndsOfBackward(self._before_backward, self._after_backward)
         self._samples = Samples()
-        if self.plan.num_ranks == 1:
+        if team.num_ranks == 1:
             return None
-        ranks = Ranks(self._store, self.plan.stage, self._home_tiers())
+        ranks = Ranks(self._store, self.plan.stage, self._home_tiers(), team)
         exchange_legacies(ranks.network, self._disk)
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
@@ -145,12 +148,14 @@ class Session:
 
     def _before_backward(self) -> None:
         assert self._manager.reduction is not None
+        self._manager.raw_leases.settle()
         self._manager.reduction.begin_backward()
 
     def _after_backward(self) -> None:
         assert self._ranks is not None
         if not self._ranks.is_local:
             self._manager.gradients.reduce(self._manager.slots)
+            self._manager.raw_leases.look_again()
 
     def _make_activations(self, options: Options) -> Activations | None:
         if self._disk is None or options.activations not in ("auto", "disk"):
@@ -198,27 +203,30 @@ class Session:
         label = f"optimizer{len(self._steps)}" if len(self._optimizers) > 1 else "optimizer"
         step = OptimizerStep(self._manager, optimizer, label, tuning(), self._adopt_late)
         self._steps.append(step)
+        step.agree_with_ranks()
         step.take_in_states()
         self._interceptions.append(StepInterception(step, self._after_step))
 
     def _adopt_late(self, parameters: Sequence[Tensor]) -> None:
         """Parameters that came after init, with add_param_group."""
-        for p in parameters:
-            if self._manager.home(p) is None:
-                if type(p) is not nn.Parameter:
-                    raise UnsupportedError(
-                        f"an optimizer got a {type(p).__name__} of shape {tuple(p.shape)} after "
-                        "init: only nn.Parameter can be added while a session is open."
-                    )
-                name = f"late{self._num_late_units}"
-                self._num_late_units += 1
-                self._manager.adopt_chunk(name, [(name, p)])
+        for p in (late := [p for p in parameters if self._manager.home(p) is None]):
+            if type(p) is not nn.Parameter:
+                raise UnsupportedError(
+                    f"an optimizer got a {type(p).__name__} of shape {tuple(p.shape)} after "
+                    "init: only nn.Parameter can be added while a session is open."
+                )
+            name = next(self._late_names)
+            self._manager.adopt_chunk(name, [(name, p)])
+        if late and self._ranks is not None:  # nobody has reduced the gradients they came with
+            self._before_backward()
+            self._after_backward()
 
     def _after_step(self) -> None:
         self._manager.raw_leases.end_all()
         if self._activations is not None:
             self._activations.clear_up()
         self._store.trace.end_step()
+        self._pool.end_step()
         self._store.read_ahead()
         self._allowance.end_step()
         self._telemetry.stepped()

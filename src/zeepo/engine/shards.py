@@ -80,6 +80,8 @@ class Offers:
         self._staging: Any = None
         self._is_staging_busy = False
         self._num_loans = 0
+        self.num_gradient_changes = 0
+        """How often reduced gradients have changed; the same on every rank after a backward."""
         network.provider = self._provide
         store.moves.wait_for_loan = self.wait_for_loan
 
@@ -104,6 +106,7 @@ class Offers:
     def offer_next(self, tier: GatherTier) -> None:
         """Our shard of a whole has new bytes: others get them when they have come as far."""
         tier.version += 1
+        self.num_gradient_changes += tier.kind is Kind.GRAD
         if tier.shard is not None:
             self.offer(tier.kind, tier.label, tier.version, tier.shard, tier.own.low)
 
@@ -128,6 +131,7 @@ class Offers:
                 loan = Loan([], lambda: None)
             elif chunk.is_resident:
                 chunk.leases += 1
+                chunk.loans += 1
                 self._num_loans += 1
                 loan = Loan(
                     cut_out(chunk.pieces(), low, high), lambda: self._give_back(chunk, offer)
@@ -140,6 +144,7 @@ class Offers:
     def _give_back(self, chunk: Chunk, offer: _Offer) -> None:
         with self._store.lock:
             self._num_loans -= 1
+            chunk.loans -= 1
             self._store.release([chunk])
             if offer.on_taken is not None:
                 offer.on_taken()

@@ -4,6 +4,11 @@ Clipping would otherwise gather every gradient twice. A function in place that t
 alike is run on this rank's part; every rank does the same. A norm is put together from the norms
 of the parts, each part being the range of one rank: the ranges do not depend on stage or tier, so
 neither does the norm. Anything else gathers the whole, as for any managed tensor.
+
+[Note: readers of gradients]
+A rank may read a gradient while others go on. What it reads must not change under it, so the first
+change in place after a backward or a step waits until all ranks have come to theirs. That all did
+the same is checked by the next `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ ALIKE = frozenset(
 )
 """In place, elementwise, the same for every element given numbers as arguments."""
 NORMS = frozenset(("norm", "linalg_vector_norm", "vector_norm", "_foreach_norm"))
+ALONE = "norm"
+"""The method, which one rank may call for its log. Clipping calls the others, on every rank."""
 
 
 class SplitGradients:
@@ -57,6 +64,8 @@ class SplitGradients:
         """(PARAM chunk, slot) -> norm, as long as no gradient changes."""
         self._norm_order: tuple[float, int] | None = None
         self._num_norms = 0
+        self._met_at: tuple[int, int] | None = None
+        """The backward and the step after which all ranks have come to a change or a norm."""
 
     def _sharded_of(self, home: Home) -> Sharded | None:
         return self._ranks.by_grad_chunk.get(home.chunk.key)
@@ -76,11 +85,23 @@ class SplitGradients:
             return self._norm(name, args, kwargs, home, sharded)
         return NotImplemented
 
+    @property
+    def _moment(self) -> tuple[int, int]:
+        return self._reduction.num_backwards, self._ranks.num_steps
+
+    def _wait_for_readers(self) -> None:
+        """[Note: readers of gradients]"""
+        if self._met_at != self._moment:
+            self._ranks.meet("a change of the gradients")
+            self._met_at = self._moment
+
     # -- in place ---------------------------------------------------------------------------------
 
     def _run_alike(
         self, func: Function, args: Any, kwargs: Any, grad: Tensor, home: Home, sharded: Sharded
     ) -> Any:
+        self._wait_for_readers()
+        self._ranks.step_facts.note_change(func.__name__, home.name, (*args[1:], *kwargs.values()))
         part = self._part(home, sharded)
         if part is not None:
             assert sharded.grad is not None
@@ -95,12 +116,23 @@ class SplitGradients:
                 self._store.mark_changed(shard)
             finally:
                 self._store.release([shard])
-        self._norms.clear()
         self._reduction.gradient_changed(sharded)
-        forget_copy(self._store, home.chunk)
+        self._change_copy(func, args, kwargs, home)
         with plain_torch():
             torch.autograd.graph.increment_version([grad])
         return None if isinstance(args[0], (list, tuple)) else grad
+
+    def _change_copy(self, func: Function, args: Any, kwargs: Any, home: Home) -> None:
+        """A whole that somebody holds by its address is changed like its parts."""
+        whole = home.chunk
+        if not whole.leases or not whole.is_resident:
+            forget_copy(self._store, whole)
+            return
+        with torch.no_grad(), plain_torch():
+            first = [home.plain] if isinstance(args[0], (list, tuple)) else home.plain
+            func(first, *args[1:], **kwargs)
+        whole.version += 1
+        whole.lower_version = whole.version
 
     def _part(self, home: Home, sharded: Sharded) -> tuple[int, int] | None:
         """Our elements of a gradient: where they begin in the shard, and how many they are."""
@@ -127,12 +159,36 @@ class SplitGradients:
         order = _order_of(args[1:], kwargs)
         if order is None:
             return NotImplemented
-        version = self._reduction.num_backwards
-        if self._norm_order != (order, version) or not self._norms:
-            self._norms = self._all_norms(order)
-            self._norm_order = (order, version)
-        value = torch.tensor(self._norms[sharded.whole.key, home.index], dtype=home.plain.dtype)
+        if name == ALONE:
+            norm = self._norm_of_whole(home, sharded, order)
+        else:
+            version = self._ranks.offers.num_gradient_changes
+            if self._norm_order != (order, version):
+                self._norms = self._all_norms(order)
+                self._norm_order = (order, version)
+                self._met_at = self._moment
+            norm = self._norms[sharded.whole.key, home.index]
+        value = torch.tensor(norm, dtype=home.plain.dtype.to_real())
         return [value] if name.startswith("_foreach") else value
+
+    def _norm_of_whole(self, home: Home, sharded: Sharded, order: float) -> float:
+        """The same number without the other ranks' doing."""
+        slot = sharded.whole.layout.slots[home.index]
+        itemsize = home.plain.element_size()
+        parts = []
+        self._store.lease([home.chunk])
+        try:
+            with torch.no_grad(), plain_torch():
+                storage = home.plain.untyped_storage()
+                for own in sharded.ranges:
+                    part = own.intersect(slot.offset_bytes, slot.end_bytes)
+                    start = (part.low - slot.offset_bytes) // itemsize
+                    run = torch.empty(0, dtype=home.plain.dtype)
+                    run.set_(storage, start if part.nbytes else 0, (part.nbytes // itemsize,), (1,))
+                    parts.append(_norm_of_run(run, order))
+        finally:
+            self._store.release([home.chunk])
+        return joined_norm(parts, order)
 
     def _all_norms(self, order: float) -> dict[tuple[int, int], float]:
         """Of every gradient there is, with one exchange."""
@@ -156,10 +212,13 @@ class SplitGradients:
         self._store.lease([sharded.grad.shard])
         try:
             with torch.no_grad(), plain_torch():
-                norm: Tensor = torch.linalg.vector_norm(self._part_tensor(home, sharded), order)
-                return norm.item()
+                return _norm_of_run(self._part_tensor(home, sharded), order)
         finally:
             self._store.release([sharded.grad.shard])
+
+
+def _norm_of_run(run: Tensor, order: float) -> float:
+    return torch.linalg.vector_norm(run, order).item() if run.numel() else 0.0
 
 
 def joined_norm(parts: Sequence[float], order: float) -> float:

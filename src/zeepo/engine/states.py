@@ -30,6 +30,7 @@ from zeepo.engine.managed import (
 )
 from zeepo.engine.manager import Manager
 from zeepo.engine.sharded import elements_in
+from zeepo.optim.catalogue import SCALAR_STATES
 from zeepo.sharding.ranges import Range
 
 
@@ -56,6 +57,9 @@ class States:
         self._visible: dict[tuple[int, int, str], Tensor] = {}
         """(PARAM chunk, slot, state name) -> the managed tensor the user sees."""
         self._dtypes: dict[tuple[int, int, str], torch.dtype] = {}
+        """(PARAM chunk, slot, state name) -> its type."""
+        self._versions: dict[int, int] = {}
+        """PARAM chunk -> how often its states were offered to the other ranks."""
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
         """How a PARAM chunk is cut for updates."""
@@ -82,6 +86,10 @@ class States:
         """The order in memory in which a parameter's state is cut, whatever its own is by now."""
         return self._strides[home.chunk.key][home.index]
 
+    def known_chunks(self) -> list[Chunk]:
+        """PARAM chunks that have states, in the same order on every rank."""
+        return [self._manager.slots[key][0].chunk for key in self._pieces]
+
     def assembled(self, chunk: Chunk) -> list[Chunk]:
         """Chunks that show cut states of a PARAM chunk as wholes."""
         homes = [home_of(t) for (key, _, _), t in self._visible.items() if key == chunk.key]
@@ -95,12 +103,14 @@ class States:
             if key == chunk.key and number == piece.number and not state.is_empty
         ]
 
-    def is_pageable(self, value: Any, home: Home) -> bool:
+    def is_pageable(self, name: str, value: Any, home: Home) -> bool:
+        is_split = self._manager.sharded_states(home.chunk) is not None
+        least = 1 if is_split and name not in SCALAR_STATES else 2
         return (
             isinstance(value, Tensor)
             and home_of(value) is None
             and value.layout is torch.strided
-            and value.numel() == home.plain.numel() > 1
+            and value.numel() == home.plain.numel() >= least
             and value.device.type == "cpu"
             and not value.requires_grad
         )
@@ -110,7 +120,7 @@ class States:
     def take_in_all(self, home: Home, visible: dict[str, Any]) -> None:
         """Take in what stands in `optimizer.state[p]` and is not ours yet; drop what left it."""
         for name in list(visible):
-            if self.is_pageable(visible[name], home):
+            if self.is_pageable(name, visible[name], home):
                 visible[name] = self._take_in_whole(home, name, visible[name])
         for key in [k for k in self._visible if k[:2] == (home.chunk.key, home.index)]:
             if visible.get(key[2]) is not self._visible[key]:
@@ -147,6 +157,7 @@ class States:
         if chunk.layout.slots[index].nbytes != value.numel() * value.element_size():
             return value  # another dtype than the first one seen: it stays in RAM, as it is
         storage = value.untyped_storage()
+        self._dtypes[home.chunk.key, home.index, name] = value.dtype
         self._drop_part(chunk, index)
         self._store.adopt(chunk, index, storage)
         self._manager.by_storage[address(storage)] = chunk
@@ -160,18 +171,22 @@ class States:
     def _chunk(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Chunk:
         key = (home.chunk.key, piece.number, name)
         if key not in self._chunks:
-            layout = self._layout(home.chunk, name, piece, dtype)
+            layout = self._layout(home, name, piece, dtype)
             label = self._chunk_label(home.chunk, name, piece)
             self._chunks[key] = self._manager.new_state_chunk(label, layout)
-            self._dtypes[key] = dtype
         return self._chunks[key]
 
-    @staticmethod
-    def _layout(chunk: Chunk, name: str, piece: Piece, dtype: torch.dtype) -> Layout:
-        slots = chunk.layout.slots
-        return pack(
-            [(f"{slots[c.tensor].name}.{name}", c.numel * dtype.itemsize) for c in piece.cuts]
-        )
+    def _layout(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Layout:
+        """Of a state that has this type for one parameter: that parameter's own, as torch makes
+        them, and then each of the others has its own too."""
+        homes = self._manager.slots[home.chunk.key]
+        slots = home.chunk.layout.slots
+        is_own = dtype == home.plain.dtype
+        sizes = []
+        for cut in piece.cuts:
+            itemsize = (homes[cut.tensor].plain.dtype if is_own else dtype).itemsize
+            sizes.append((f"{slots[cut.tensor].name}.{name}", cut.numel * itemsize))
+        return pack(sizes)
 
     def _chunk_label(self, chunk: Chunk, name: str, piece: Piece) -> str:
         label = f"{chunk.label}.{self._label}.{name}"
@@ -181,14 +196,14 @@ class States:
 
     def part(self, home: Home, name: str, piece: Piece, cut: Cut) -> Tensor | None:
         """A flat ordinary tensor over a cut's state (chunk leased); None if there is none."""
-        key = (home.chunk.key, piece.number, name)
-        chunk = self._chunks.get(key)
+        chunk = self._chunks.get((home.chunk.key, piece.number, name))
         if chunk is None:
             return None
         storage = chunk.storages[next(i for i, c in enumerate(piece.cuts) if c is cut)]
         if storage is None:
             return None
-        return torch.empty(0, dtype=self._dtypes[key]).set_(storage, 0, (cut.numel,), (1,))
+        dtype = self._dtypes[home.chunk.key, home.index, name]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (cut.numel,), (1,))
 
     def whole(self, home: Home, name: str) -> Tensor:
         """The managed tensor that shows all pieces of a state as one."""
@@ -196,12 +211,11 @@ class States:
         if key in self._visible:
             return self._visible[key]
         parts = []
-        dtype = home.plain.dtype
+        dtype = self._dtypes.get(key, home.plain.dtype)
         for piece in self.pieces(home.chunk):
             for index, cut in enumerate(piece.cuts):
                 if cut.tensor == home.index and cut.numel:
                     chunk = self._chunks[home.chunk.key, piece.number, name]
-                    dtype = self._dtypes[home.chunk.key, piece.number, name]
                     nbytes = chunk.layout.slots[index].nbytes
                     parts.append(Part(chunk, index, cut.start * nbytes // cut.numel, nbytes))
         total = home.plain.numel() * dtype.itemsize
@@ -230,22 +244,23 @@ class States:
         parts = []
         for rank in ranks.network.peers:
             for piece in self._pieces_of(home.chunk, sharded.ranges[rank]):
-                layout = self._layout(home.chunk, name, piece, dtype)
+                layout = self._layout(home, name, piece, dtype)
                 for slot, cut in zip(layout.slots, piece.cuts, strict=True):
                     if cut.tensor == home.index and cut.numel:
                         label = self._chunk_label(home.chunk, name, piece)
                         at = cut.start * dtype.itemsize
                         parts.append(RemotePart(rank, label, slot.offset_bytes, slot.end_bytes, at))
-        return RemoteParts(ranks.network, sharded, parts)
+        return RemoteParts(ranks.network, lambda: self._versions[home.chunk.key], parts)
 
     def offer_to_ranks(self, chunk: Chunk) -> None:
-        """After an update: other ranks may have the new states."""
+        """After an update, or at init: other ranks may have the new states."""
         sharded, ranks = self._manager.sharded_states(chunk), self._manager.ranks
         if sharded is None or ranks is None:
             return
+        version = self._versions[chunk.key] = self._versions.get(chunk.key, 0) + 1
         for (key, _, _), state in self._chunks.items():
             if key == chunk.key:
-                ranks.offers.offer(Kind.STATE, state.label, sharded.version, state)
+                ranks.offers.offer(Kind.STATE, state.label, version, state)
         for whole in self.assembled(chunk):
             forget_copy(self._store, whole)
 

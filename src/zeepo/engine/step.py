@@ -21,9 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk
 from zeepo.engine.managed import Home, home_of, plain_torch, read_autograd_grad
 from zeepo.engine.manager import Manager
@@ -54,6 +56,7 @@ class OptimizerStep:
         adopt: Callable[[Sequence[Tensor]], None],
     ):
         self.optimizer = optimizer
+        self._label = label
         self.grain = grain_of(optimizer)
         self._manager = manager
         self._store = manager.store
@@ -77,9 +80,12 @@ class OptimizerStep:
             assert self._manager.reduction is not None
             self._manager.reduction.refuse_unreduced()
             self._manager.raw_leases.end_all()
-            ranks.begin_step()
+            self._manager.raw_leases.settle()
         by_chunk, odd = self._collect()
         recipe = take_recipe(self.optimizer)
+        if ranks is not None:
+            names = [t.home.name for targets in by_chunk.values() for t in targets]
+            ranks.begin_step(ranks.step_facts.encode(self._label, recipe.groups, names))
         updates = [self._make_update(recipe, chunk, by_chunk[chunk]) for chunk in by_chunk]
         if sabotaged("update.skip"):
             del updates[1:2]
@@ -155,9 +161,15 @@ class OptimizerStep:
         order = self._store.trace.first_use_order()
         return sorted(updates, key=lambda u: (order.get(u.chunk.key, len(order)), u.chunk.key))
 
+    def begin_own_step(self) -> None:
+        """Before an optimizer runs its own step on the gradients there are."""
+        if self._manager.reduction is not None:
+            self._manager.reduction.refuse_unreduced()
+
     def end_own_step(self) -> None:
         """After an optimizer ran its own step on whole values."""
         if self._manager.ranks is not None:
+            self._manager.ranks.forget_changes()
             self._manager.ranks.end_step()
 
     # -- putting off ------------------------------------------------------------------------------
@@ -228,6 +240,24 @@ class OptimizerStep:
                     self.optimizer.state[p] = self._entries[p]
         self._entries = {}
 
+    def agree_with_ranks(self) -> None:
+        """At init: each rank will keep a part of what must be one state."""
+        if self._manager.ranks is None:
+            return
+        hasher = xxhash.xxh3_128()
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                for name, value in self.optimizer.state.get(p, {}).items():
+                    hasher.update(name.encode())
+                    if isinstance(value, Tensor) and value.layout is torch.strided:
+                        copy = value.detach().clone()  # its storage holds nothing else
+                        hasher.update(memory_of(copy.untyped_storage()))
+                    elif isinstance(value, (int, float)):
+                        hasher.update(repr(value).encode())
+                hasher.update(b";")
+        kind = type(self.optimizer).__name__
+        self._manager.ranks.agree_on_state(hasher.digest(), kind)
+
     def take_in_states(self) -> None:
         """After an optimizer ran its own step: page the state it created."""
         for group in self.optimizer.param_groups:
@@ -235,6 +265,8 @@ class OptimizerStep:
                 home = self._manager.home(p)
                 if home is not None and p in self.optimizer.state:
                     self.states.take_in_all(home, self.optimizer.state[p])
+        for chunk in self.states.known_chunks():
+            self.states.offer_to_ranks(chunk)
 
     # -- what does not fit ------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from torch import Tensor
 Function = Callable[..., Any]
 _TENSOR: Any = Tensor  # torch's stubs type attributes of the class as values of an instance
 
+_AUTOGRAD: Any = torch.autograd
+
 LISTWISE = ("_foreach_", "_amp_foreach_", "_fused_")
 """Functions over lists of tensors that treat each index by itself."""
 
@@ -138,6 +140,11 @@ def _never(*_: Any) -> bool:
     return False
 
 
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """Torch's, or what stands in its place at this moment (ends_of_backward.py)."""
+    return _AUTOGRAD._engine_run_backward(*args, **kwargs)
+
+
 def _without_dispatch(function: Any) -> Function:
     """A copy of a function of torch's that does not ask whether its arguments intercept.
 
@@ -145,6 +152,8 @@ def _without_dispatch(function: Any) -> Function:
     """
     names = {**function.__globals__, "has_torch_function": _never}
     names["has_torch_function_unary"] = _never
+    if "_engine_run_backward" in names:
+        names["_engine_run_backward"] = _run_backward
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

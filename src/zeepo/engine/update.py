@@ -285,6 +285,8 @@ class ChunkUpdate:
             return self._states.part(target.home, name, piece, cut)
         if target.counters is not None:
             return target.counters[name].clone()
+        if isinstance(value, Tensor) and value.numel() == 0 and self._sharded is not None:
+            return value.flatten()  # of a parameter without elements
         if isinstance(value, Tensor) and (not is_whole or sabotaged("state.small")):
             return value.clone()  # each cut counts its own step; the last one's is kept
         return value
@@ -301,6 +303,7 @@ class ChunkUpdate:
         for name, value in new.items():
             if value is part.state.get(name) and value is not None:
                 is_small = home_of(visible.get(name)) is None
+                is_small = is_small and _has_shape_of(value, visible.get(name))
                 if is_small and part.is_last and not sabotaged("state.small"):
                     visible[name] = value
                 continue
@@ -385,6 +388,10 @@ def _bytes_of(parts: Sequence[Part]) -> int:
 def _grad_version(part: Part) -> int:
     assert part.tensor.grad is not None
     return part.tensor.grad._version
+
+
+def _has_shape_of(value: Any, other: Any) -> bool:
+    return not isinstance(value, Tensor) or value.shape == getattr(other, "shape", None)
 
 
 def _has_states(target: Target) -> bool:

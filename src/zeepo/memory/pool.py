@@ -102,6 +102,7 @@ class BufferPool:
         self._idle: OrderedDict[int, tuple[Mapping, Reservation]] = OrderedDict()
         self._idle_bytes = 0
         self._next_key = 0
+        self._first_key_of_step = 0
 
     @property
     def idle_bytes(self) -> int:
@@ -167,6 +168,15 @@ class BufferPool:
         with self._lock:
             dropped = self._drop_idle(self._idle_bytes if nbytes is None else nbytes)
             return sum(mapping.nbytes for mapping in dropped)
+
+    def end_step(self) -> None:
+        """Unmap what nobody has needed for a whole step."""
+        with self._lock:
+            unused = [
+                m.nbytes for key, (m, _) in self._idle.items() if key < self._first_key_of_step
+            ]
+            self._drop_idle(sum(unused))
+            self._first_key_of_step = self._next_key
 
     def _best_fit(self, capacity_bytes: int) -> int | None:
         best_key, best_bytes = None, 0

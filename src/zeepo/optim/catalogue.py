@@ -46,6 +46,10 @@ def _torch_name(optimizer: Optimizer) -> str | None:
     return name if type(optimizer) is getattr(torch.optim, name, None) else None
 
 
+SCALAR_STATES = frozenset(("step", "eta", "mu", "mu_product"))
+"""States that are one number for a whole parameter, of optimizers that treat elements alike."""
+
+
 def grain_of(optimizer: Optimizer) -> Grain:
     """How the update may be cut; UnsupportedError for what cannot be served."""
     for cls in type(optimizer).__mro__:

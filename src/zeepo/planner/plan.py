@@ -82,6 +82,8 @@ class Plan:
     activations: str = "ram"
     """Where what autograd saves may go: "ram", "disk" or "recompute"."""
     num_ranks: int = 1
+    share: float = 1.0
+    """Of what is split over the ranks, this rank's part."""
     stage: int = 0
     """What is split over the ranks: from 1 optimizer state, from 3 parameters."""
     footprint: Footprint | None = None
@@ -175,8 +177,8 @@ class Plan:
 
     def _resting(self, in_ram: dict[str, bool]) -> dict[str, int]:
         """What is kept in RAM all the time."""
-        of_params = self.num_ranks if self.stage >= 3 else 1
-        of_states = self.num_ranks if self.stage >= 1 else 1
+        of_params = self.share if self.stage >= 3 else 1.0
+        of_states = self.share if self.stage >= 1 else 1.0
         params = sum(_part(u.param_bytes, of_params) for u in self.units)
         # Gradients leave for their owners while backward runs, but ranks need not go the same way.
         grads = sum(_page(u.trainable_bytes) for u in self.units)
@@ -240,7 +242,10 @@ class Plan:
         """The bill, as text."""
         lines = [f"{self.num_units} units, budget {format_bytes(self.ram)}"]
         if self.num_ranks > 1:
-            lines.append(f"  one of {self.num_ranks} ranks, stage {self.stage}")
+            lines.append(
+                f"  one of {self.num_ranks} ranks, stage {self.stage}, "
+                f"{self.share:.0%} of what is split"
+            )
         for kind, where in self.placement.items():
             lines.append(f"  {kind:<16} rest {'on' if where == 'disk' else 'in'} {where}")
         lines.append(f"  {'activations':<16} {self._explain_activations()}")
@@ -267,17 +272,17 @@ class Plan:
         return f"{text}; how many is told by the first batch"
 
 
-def _part(nbytes: int, num_parts: int) -> int:
-    """The largest of so many parts, in pages."""
-    return _page(nbytes if num_parts == 1 else -(-nbytes // num_parts) + CUT_BYTES)
+def _part(nbytes: int, share: float) -> int:
+    """A rank's part, in pages."""
+    return _page(nbytes if share == 1.0 else min(nbytes, int(nbytes * share) + CUT_BYTES))
 
 
-def rank_buffers(unit_bytes: int, num_ranks: int, num_asked: int) -> int:
-    """What a rank needs for the others: a unit that is read for them, and `num_asked` times
-    everybody's part of one that is being added."""
+def rank_buffers(unit_bytes: int, num_ranks: int, share: float, num_asked: int) -> int:
+    """What a rank needs for the others: a unit that is read for them, and `num_asked` times what
+    everybody has for its part of one that is being added."""
     if num_ranks == 1:
         return 0
-    return _page(unit_bytes) + num_asked * num_ranks * _part(unit_bytes, num_ranks)
+    return _page(unit_bytes) + num_asked * num_ranks * _part(unit_bytes, share)
 
 
 def _page(nbytes: int) -> int:
