@@ -171,7 +171,7 @@ def tune(engines: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
             options = {"disk": args.disk, "ram": args.ram}
             candidates = [*candidates, Configuration(engine, f"on disk, {args.ram}", options)]
         for configuration in candidates:
-            facts = run(configuration, 2, args.model, args.steps, args.seconds)
+            facts = run(configuration, 2, args.model, args.tuning_steps, args.seconds)
             tried[configuration.label] = facts
             print(describe(configuration, facts), flush=True)
             fastest = best.get(engine)
@@ -292,11 +292,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--turns", type=int)
     parser.add_argument("--steps", type=int, help=f"of a run, the first {NUM_WARM_UP} uncounted")
+    parser.add_argument("--tuning-steps", type=int, help="of a run that only looks for the best")
     parser.add_argument("--seconds", type=float, default=600.0, help="for one run")
     parser.add_argument("--result", type=Path)
     args = parser.parse_args()
     args.turns = args.turns if args.turns is not None else 1 if args.quick else 5
     args.steps = args.steps or (4 if args.quick else 8)
+    args.tuning_steps = args.tuning_steps or args.steps
     args.model = {"num_layers": args.layers}
     answer = measure_memory(args) if args.ranks else compare(args)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
@@ -309,6 +311,7 @@ def main() -> None:
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "model": {**args.model, "batch": 1, "sequence": 256},
         "num_steps": args.steps,
+        "num_tuning_steps": args.tuning_steps,
         "num_warm_up": NUM_WARM_UP,
         **answer,
     }
