@@ -98,6 +98,18 @@ def hold_addresses(stage: int | None, disk: str | None) -> list[bytes]:
     return [*seen, parameter.tobytes()]
 
 
+def told_by_events(path: str) -> dict[str, Any]:
+    """Two steps; what this rank's statistics are at their end."""
+    model, optimizer = make()
+    with under(3, None, model, optimizer, events=path) as session:
+        assert session is not None
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(session.stats())
+
+
 def differing(how: str) -> str:
     """Ranks that do not do the same: what they are told."""
     model, optimizer = make()
