@@ -14,6 +14,7 @@ from tests.dist.gradient_programs import (
     norms_after_changes,
     read_while_others_change,
     told_by_events,
+    unscaled_by_the_step,
 )
 from tests.dist.ranks import Ranks
 
@@ -61,6 +62,12 @@ def test_ranks_that_differ_are_refused(ranks: Ranks, how: str, words: str) -> No
     for message in ranks.run(2, differing, how):
         assert "optimizer.step: rank 1 differs from rank 0" in message
         assert words in message
+
+
+@pytest.mark.parametrize("stage", [0, 3, pytest.param(1, marks=SLOW)])
+def test_a_step_that_unscales_shows_it_to_all(ranks: Ranks, stage: int) -> None:
+    expected = ranks.run(2, unscaled_by_the_step, None, None)
+    assert ranks.run(2, unscaled_by_the_step, stage, None) == expected
 
 
 def test_events_tell_what_ranks_sent(ranks: Ranks, tmp_path: Path) -> None:
