@@ -13,6 +13,7 @@ from zeepo.chunks import moves as moves_module
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.layout import pack
 from zeepo.chunks.store import ChunkStore
+from zeepo.chunks.wholes import rest_on
 from zeepo.errors import BudgetError, DiskError, InternalError
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import IDLE_TAG, BufferPool
@@ -468,3 +469,42 @@ def test_a_failure_of_what_was_put_off_leaves_no_lease() -> None:
     with pytest.raises(DiskError, match="no"):
         bench.store.lease([other, chunk])
     assert (other.leases, chunk.leases) == (0, 0)
+
+
+def test_what_another_rank_reads_stays_where_it_is_while_closing() -> None:
+    bench = Bench(pages=2)
+    lent, other = bench.chunk(1.0), bench.chunk(2.0)
+    lent.leases = lent.loans = 1
+
+    def come_back() -> bool:
+        had_loan = lent.loans > 0
+        seen.append(lent.is_resident and bench.tensors[lent].data_ptr() == address)
+        lent.leases = lent.loans = 0
+        return had_loan
+
+    seen: list[bool] = []
+    address = bench.tensors[lent].data_ptr()
+    bench.store.moves.wait_for_loan = come_back
+    bench.store.begin_closing()
+    bench.store.make_room(PAGE)
+    assert not other.is_resident, "what nobody reads makes room"
+    assert lent.is_resident
+    ordinary = torch.full((NUMEL,), 1.0).untyped_storage()
+    bench.store.settle(lent, {0: (ordinary, bench.ledger.reserve("test", 0))})
+    assert seen == [True], "its memory is exchanged only when the loan is over"
+
+
+def test_a_loan_that_is_not_back_yet_is_waited_for_before_a_chunk_rests_elsewhere() -> None:
+    bench = Bench(pages=2)
+    lent = bench.chunk(1.0)
+    bench.store.evict(lent)
+    bench.use(lent)
+    lent.leases = lent.loans = 1
+
+    def come_back() -> bool:
+        lent.leases = lent.loans = 0
+        return True
+
+    bench.store.moves.wait_for_loan = come_back
+    rest_on(bench.store, lent, bench.lower)
+    assert not lent.is_resident

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeepo
+from tests.dist.training import batch, loss_of
 from tests.dist.under import backward, make, under, values
 
 
@@ -96,6 +97,34 @@ def hold_addresses(stage: int | None, disk: str | None) -> list[bytes]:
             seen.append(parameter.tobytes())
             optimizer.zero_grad()
     return [*seen, parameter.tobytes()]
+
+
+def unscaled_by_the_step(stage: int | None, disk: str | None) -> list[Any]:
+    """A fused optimizer unscales in its step; gradients are read before and after it."""
+    model, optimizer = make(fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    seen: list[Any] = []
+    with under(stage, disk, model, optimizer):
+        for step in range(3):
+            scaler.scale(loss_of(model, batch(step, dist.get_rank()))).backward()
+            seen.append([p.grad.tolist() for p in model.layers.parameters()])
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append([p.grad.tolist() for p in model.layers.parameters()])
+            optimizer.zero_grad()
+    return [*seen, values(model, [optimizer])]
+
+
+def told_by_events(path: str) -> dict[str, Any]:
+    """Two steps; what this rank's statistics are at their end."""
+    model, optimizer = make()
+    with under(3, None, model, optimizer, events=path) as session:
+        assert session is not None
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(session.stats())
 
 
 def differing(how: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.dist.gradient_programs import (
     norm_on_one_rank,
     norms_after_changes,
     read_while_others_change,
+    told_by_events,
+    unscaled_by_the_step,
 )
 from tests.dist.ranks import Ranks
 
@@ -59,3 +62,20 @@ def test_ranks_that_differ_are_refused(ranks: Ranks, how: str, words: str) -> No
     for message in ranks.run(2, differing, how):
         assert "optimizer.step: rank 1 differs from rank 0" in message
         assert words in message
+
+
+@pytest.mark.parametrize("stage", [0, 3, pytest.param(1, marks=SLOW)])
+def test_a_step_that_unscales_shows_it_to_all(ranks: Ranks, stage: int) -> None:
+    expected = ranks.run(2, unscaled_by_the_step, None, None)
+    assert ranks.run(2, unscaled_by_the_step, stage, None) == expected
+
+
+def test_events_tell_what_ranks_sent(ranks: Ranks, tmp_path: Path) -> None:
+    answers = ranks.run(2, told_by_events, str(tmp_path / "events"))
+    told = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    for rank, stats in enumerate(answers):
+        steps = [e for e in told if e["event"] == "step" and e["rank"] == rank]
+        assert len(steps) == 2
+        assert sum(step["bytes_sent"]["grads"] for step in steps) <= stats["bytes_sent"]["grads"]
+        assert all(step["bytes_received"]["grads"] > 0 for step in steps)
+        assert "optimizer.step" in steps[-1]["seconds_waited_for_ranks"]

@@ -6,6 +6,7 @@ Who goes is decided by `eviction`, what comes early by `trace`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from zeepo.chunks.eviction import choose_victims
 from zeepo.chunks.layout import align_up
 from zeepo.chunks.losses import named
 from zeepo.chunks.trace import Trace
-from zeepo.errors import BudgetError, DiskError, InternalError
+from zeepo.errors import BudgetError, DiskError, InternalError, RankError
 from zeepo.memory.pool import BufferPool
 from zeepo.sabotage import sabotaged
 
@@ -175,6 +176,12 @@ class Moves:
                 self.finish_quietly(future)
                 raise
         chunk.lower_version = chunk.version if sabotaged("write.clean") else chunk.writing_version
+
+    def end_loans(self, chunk: Chunk) -> None:
+        """Wait until no rank reads from a chunk's memory; one that is gone reads no more."""
+        with contextlib.suppress(RankError):
+            while chunk.loans and self.wait_for_loan is not None and self.wait_for_loan():
+                pass
 
     def evict(self, chunk: Chunk) -> None:
         if chunk.leases or chunk.home is None:

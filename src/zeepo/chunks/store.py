@@ -206,6 +206,7 @@ class ChunkStore:
         address holds the buffer.
         """
         with self.lock:
+            self.moves.end_loans(chunk)
             self._end_write(chunk)
             for index, (place, reservation) in places.items():
                 storage = chunk.storages[index]

@@ -25,6 +25,7 @@ def rest_on(store: ChunkStore, whole: Chunk, tier: Tier) -> None:
         whole.extent = tier.allocate(whole.label, whole.layout.nbytes, whole.layout.describe)
         whole.expected_writes = whole.extent.num_writes
         whole.lower_version = whole.version
+        store.moves.end_loans(whole)  # others have what they asked for, but it may not be back yet
         store.moves.evict(whole)
 
 

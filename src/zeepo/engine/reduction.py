@@ -25,7 +25,7 @@ from torch import Tensor
 from zeepo import events
 from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
-from zeepo.chunks.wholes import copy_into
+from zeepo.chunks.wholes import copy_into, renew_copy
 from zeepo.engine.managed import Home
 from zeepo.engine.passage import Passage
 from zeepo.engine.ranks import Ranks
@@ -305,6 +305,22 @@ class Reduction:
             finally:
                 self._store.release([shard])
         self.gradient_changed(sharded)
+
+    def written_by_update(self, whole: Chunk) -> None:
+        """An optimizer has unscaled gradients in its step: whole ones (stage 0), or our parts."""
+        sharded = self._ranks.by_grad_chunk[whole.key]
+        if self._ranks.stages.splits(Kind.STATE):
+            self.gradient_changed(sharded)
+            renew_copy(self._store, whole)
+            return
+        self._store.lease([whole])
+        try:
+            self.grad_tier(sharded).write_to_shard(whole.pieces())
+        finally:
+            self._store.release([whole])
+        self.gradient_changed(sharded)
+        whole.version += 1
+        whole.lower_version = whole.version
 
     def _fill_with_zeros(self, shard: Chunk) -> None:
         buffer = self._store.new_buffer(shard.layout.nbytes, shard.kind.value)

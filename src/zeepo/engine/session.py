@@ -79,7 +79,7 @@ class Session:
             self._telemetry.stop()
             self._interrupts.remove()
             raise
-        self._telemetry.opened(self.plan, self._store, self._pool, self._disk)
+        self._telemetry.opened(self.plan, self._store, self._pool, self._disk, self._ranks)
 
     # -- setting up -------------------------------------------------------------------------------
 

@@ -117,6 +117,11 @@ class OptimizerStep:
         if updated:
             ranks.exchange(updated[-1])
         ranks.end_step()
+        if updates and updates[0].unscales:  # nobody needs them as they were any more
+            assert self._manager.reduction is not None
+            for sharded in updated:
+                whole = self._manager.grad_chunks[sharded.whole.key]
+                self._manager.reduction.written_by_update(whole)
 
     def _collect(self) -> tuple[dict[Chunk, list[Target]], list[tuple[Home, int]]]:
         """Parameters with a gradient: by chunk; and those whose gradient is not in a slot."""

@@ -22,17 +22,21 @@ from zeepo import events
 from zeepo.chunks.store import ChunkStore
 from zeepo.config import Options
 from zeepo.engine.observing import Observation
+from zeepo.engine.ranks import Ranks
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.pool import BufferPool
 from zeepo.planner.machine import peak_resident_growth_bytes, resident_growth_bytes
 from zeepo.planner.plan import Plan
 
+OF_RANKS = ("bytes_sent", "bytes_received", "seconds_waited_for_ranks")
+"""What is counted when there are several ranks, by kind and by unit."""
+
 
 class Telemetry:
     """The events of one session."""
 
-    _source: tuple[ChunkStore, BufferPool, DiskTier | None]
+    _source: tuple[ChunkStore, BufferPool, DiskTier | None, None, Ranks | None]
 
     def __init__(self, options: Options) -> None:
         self._num_steps = 0
@@ -44,10 +48,15 @@ class Telemetry:
         self._observation.stop()
 
     def opened(
-        self, plan: Plan, store: ChunkStore, pool: BufferPool, disk: DiskTier | None
+        self,
+        plan: Plan,
+        store: ChunkStore,
+        pool: BufferPool,
+        disk: DiskTier | None,
+        ranks: Ranks | None,
     ) -> None:
         """The session is set up."""
-        self._source = (store, pool, disk)
+        self._source = (store, pool, disk, None, ranks)
         self._plan = plan
         self._opened_at = self._stepped_at = time.monotonic()
         self._before = collect_stats(*self._source)
@@ -65,6 +74,7 @@ class Telemetry:
             placement=dict(plan.placement),
             disk=[str(path) for path in directories],
             bytes_limit=self._limits(),
+            **self._whose(),
             **self._resident(),
         )
 
@@ -83,6 +93,7 @@ class Telemetry:
             bytes_limit=self._limits(),
             bytes_by_tag=stats.bytes_by_tag,
             **_between(before, stats),
+            **self._whose(),
             **self._resident(),
         )
         self._stepped_at, self._before = now, stats
@@ -128,12 +139,19 @@ class Telemetry:
                 evictions=stats.evictions,
                 buffer_reuses=stats.buffer_reuses,
                 seconds_waited=stats.seconds_waited,
+                **{name: stats[name] for name in OF_RANKS if stats[name]},
+                **self._whose(),
             )
         self.stop()
 
     def _limits(self) -> dict[str, int | None]:
         pool = self._source[1]
         return {"ram": pool.ledger.limit_bytes, "disk": self._disk_room}
+
+    def _whose(self) -> dict[str, int]:
+        """Several ranks may write into one file."""
+        ranks = self._source[-1]
+        return {} if ranks is None else {"rank": ranks.rank}
 
     def _resident(self) -> dict[str, int]:
         return {
@@ -160,4 +178,9 @@ def _between(before: Stats, after: Stats) -> dict[str, Any]:
         "evictions": after.evictions - before.evictions,
         "buffer_reuses": after.buffer_reuses - before.buffer_reuses,
         "seconds_waited": after.seconds_waited - before.seconds_waited,
+        **{
+            name: {key: total - before[name].get(key, 0) for key, total in after[name].items()}
+            for name in OF_RANKS
+            if after[name]
+        },
     }

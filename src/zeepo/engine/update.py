@@ -152,6 +152,11 @@ class ChunkUpdate:
             and all(isinstance(v, Tensor) and (home_of(v) or v.numel() == 1) for v in values)
         )
 
+    @property
+    def unscales(self) -> bool:
+        """Whether it divides the gradients by a scale, in place (GradScaler, fused)."""
+        return self._recipe.attributes.get("grad_scale") is not None
+
     # -- doing ------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -212,7 +217,7 @@ class ChunkUpdate:
                 self._torn_by = error
                 raise
             # Fused kernels that unscale write to the gradient without counting its version.
-            writes_grads = self._recipe.attributes.get("grad_scale") is not None
+            writes_grads = self.unscales
             for part, version in zip(parts, versions, strict=True):
                 if writes_grads or _grad_version(part) != version:
                     part.write_grad_back()

@@ -104,8 +104,9 @@ class Asking:
         if sum(place.nbytes for place in places) < target.nbytes:
             ctypes.memset(address_of(target), 0, target.nbytes)
         read_memory(self.near[peer], places, target)
-        self.answered(message)
+        # First the return: whatever this rank tells once it has the bytes comes after it.
         self._links[peer].post(Message(Topic.RETURN, message.identity))
+        self.answered(message)
 
     def ended(self, peer: int) -> None:
         """A rank is gone: what was asked of it cannot come."""
