@@ -179,8 +179,10 @@ def set_up_zeepo(build: Callable[[], Any], configuration: Configuration) -> Step
 
     model = build()
     optimizer = adamw(model)
-    zeepo.init(model, optimizer, stage=configuration.stage, **configuration.options)
-    return plain_step(model, optimizer)
+    session = zeepo.init(model, optimizer, stage=configuration.stage, **configuration.options)
+    step = plain_step(model, optimizer)
+    step.bill = lambda: session.plan.items()  # type: ignore[attr-defined]
+    return step
 
 
 SET_UP = {
@@ -223,6 +225,7 @@ def train(
         "resident_after_import": resident,
         "peak_of_set_up": set_up_peak,
         "peak_of_steps": memory_bytes("VmHWM"),
+        "bill": step.bill() if hasattr(step, "bill") else {},
     }
 
 

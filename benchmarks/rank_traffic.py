@@ -4,9 +4,10 @@ Each rank runs in a network namespace of its own (root is needed), with a cable 
 two steps to warm up, the bytes that the interface has sent are compared with what the links gave to
 the transport (headers and beats included), with `session.stats()["bytes_sent"]`, and with what ZeRO
 takes: 2P(N-1)/N elements per rank in stages 1 and 2, 3P(N-1)/N in stage 3 (parameters are gathered
-again in backward, but for the last few units of the forward, which are still there). The interface counts a header for each packet that it is given, which may be
-as large as 64 KiB (segmentation is left to the hardware), so the overhead on a real wire with
-packets of 1500 bytes is some 4 % more. Writes a JSON.
+again in backward, but for the last few units of the forward, which are still there). The interface
+counts a header for each packet that it is given, which may be as large as 64 KiB (segmentation is
+left to the hardware), so the overhead on a real wire with packets of 1500 bytes is some 4 % more.
+Writes a JSON.
 
     python benchmarks/rank_traffic.py [--width 256 --depth 64 --steps 6] [--result FILE]
 """

@@ -27,7 +27,7 @@ from zeepo.errors import ConfigError, UnsupportedError
 from zeepo.optim.catalogue import grain_of, num_states_of, num_temporaries_of
 from zeepo.planner.machine import available_ram_bytes
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
-from zeepo.planner.units import Unit
+from zeepo.planner.units import Unit, find_units
 
 STAGING_BYTES = 8 << 20
 """What the disk tier takes for its threads."""
@@ -170,6 +170,17 @@ def bytes_of_model(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
     lazies = lazy_managers(list(parameters.values()))
     return sum(t.numel() * t.element_size() for t in tensors) + sum(m.held_bytes for m in lazies)
+
+
+def find_all_units(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Unit]:
+    """The units of all models, and a unit for each parameter that only an optimizer knows."""
+    taken: set[int] = set()
+    units: list[Unit] = []
+    for number, model in enumerate(models):
+        name = "" if len(models) == 1 else f"model{number}"
+        units.extend(find_units(name, model, taken))
+    units.extend(Unit(name, ((name, p),)) for name, p in loose_parameters(optimizers, taken))
+    return units
 
 
 def plan_session(

@@ -156,8 +156,8 @@ class Allowance:
         """Before the first forward: find out what it will need."""
         chunk_of = {number: home.chunk.key for number, home in manager.homes.items()}
         chunks = {home.chunk.key: home.chunk for home in manager.homes.values()}
-        in_ram = self.plan.placement["params"] == "ram"
-        sizes = {key: 0 if in_ram else chunk.layout.nbytes for key, chunk in chunks.items()}
+        comes = not self.plan.has_whole_params
+        sizes = {key: chunk.layout.nbytes if comes else 0 for key, chunk in chunks.items()}
         names = {key: chunk.label for key, chunk in chunks.items()}
         manager.store.expect(CHILD_BYTES)
         spills = self.plan.activations == "disk"

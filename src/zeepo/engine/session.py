@@ -20,7 +20,7 @@ from zeepo.config import Options, resolve_options
 from zeepo.engine.activations import Activations
 from zeepo.engine.adoption import (
     find_aliases,
-    loose_parameters,
+    find_all_units,
     make_leftovers_ordinary,
     refuse_unmanageable,
     split_by_trainable,
@@ -56,7 +56,7 @@ from zeepo.memory.pool import BufferPool
 from zeepo.memory.reclaimable import ReclaimableSpace
 from zeepo.memory.tier import Tier
 from zeepo.planner.plan import Plan
-from zeepo.planner.units import Unit, find_units
+from zeepo.planner.units import Unit
 
 
 class Session:
@@ -86,7 +86,7 @@ class Session:
     def _open(self, options: Options) -> None:
         """Plan, refuse what cannot be, take everything over; on failure nothing is changed."""
         refuse_unmanageable(self._models, self._optimizers)
-        units = self._find_units()
+        units = find_all_units(self._models, self._optimizers)
         team = join_team(options.ram)
         self._allowance = Allowance(self._models, self._optimizers, units, options, team)
         self._ledger = Ledger("ram", self.plan.managed_bytes)
@@ -166,16 +166,6 @@ class Session:
             tuning(),
             is_eager=options.activations == "disk",
         )
-
-    def _find_units(self) -> list[Unit]:
-        taken: set[int] = set()
-        units: list[Unit] = []
-        for number, model in enumerate(self._models):
-            name = "" if len(self._models) == 1 else f"model{number}"
-            units.extend(find_units(name, model, taken))
-        loose = loose_parameters(self._optimizers, taken)
-        units.extend(Unit(name, ((name, p),)) for name, p in loose)
-        return units
 
     def _home_tiers(self) -> dict[Kind, Tier | None]:
         where = self.plan.placement

@@ -34,11 +34,8 @@ from zeepo.engine.ranks import Ranks
 from zeepo.engine.sharded import Sharded
 from zeepo.engine.states import States
 from zeepo.engine.tuning import Tuning
-from zeepo.engine.update import (
-    ChunkUpdate,
-    Target,
-    count_ahead,
-)
+from zeepo.engine.update import ChunkUpdate, count_ahead
+from zeepo.engine.update_parts import Target
 from zeepo.optim.catalogue import Grain, grain_of, num_states_of, num_temporaries_of
 from zeepo.optim.shadow import Recipe, State, take_recipe
 from zeepo.sabotage import sabotaged

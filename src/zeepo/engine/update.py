@@ -9,7 +9,6 @@ does to the optimizer afterwards changes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,16 @@ from zeepo.chunks.store import Chunk
 from zeepo.engine.managed import Home, home_of, plain_torch
 from zeepo.engine.manager import Manager
 from zeepo.engine.states import Piece, States
+from zeepo.engine.update_parts import (
+    Batch,
+    Part,
+    Target,
+    batches_of,
+    bytes_of,
+    grad_version,
+    run_of,
+    with_strides,
+)
 from zeepo.errors import SessionError
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.optim.shadow import Recipe, State
@@ -28,58 +37,6 @@ from zeepo.units import MiB
 
 WORTH_GIVING_BACK = 8 * MiB
 """Freed heap memory that is given back to the system while new states move into their slots."""
-
-
-@dataclass
-class Target:
-    """One parameter to be updated."""
-
-    home: Home
-    group: int
-    grad: Home
-    """Where its gradient is, also when the user has let go of it meanwhile."""
-    entry: State
-    """`optimizer.state[p]`, or what will become it; a copy when the update waits."""
-    counters: State | None = None
-    """Scalar states as they are before the update, once those in `entry` are ahead of it."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor given to the shadow: a cut of a parameter, with its gradient set."""
-
-    target: Target
-    cut: Cut
-    tensor: Tensor
-    state: State
-    values: Tensor
-    """The whole parameter that `tensor` is cut from: its own, or a copy in another order."""
-    grads: Tensor
-    """The same of its gradient."""
-    is_whole: bool
-    is_last: bool
-    """Of its parameter, none comes after it on this rank."""
-    is_shard: bool
-
-    def write_back(self) -> None:
-        """What was done to a copy is done to the parameter."""
-        if self.is_shard:
-            return
-        if not self.is_whole and self.values is not self.target.home.plain:
-            self.target.home.plain.copy_(self.values)
-
-    def write_grad_back(self) -> None:
-        if not self.is_shard and self.grads is not self.target.grad.plain:
-            self.target.grad.plain.copy_(self.grads)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Cuts of one piece that are updated together: all have states already, or none has."""
-
-    piece: Piece
-    cuts: list[tuple[Target, Cut]]
-    has_states: bool
 
 
 class ChunkUpdate:
@@ -113,7 +70,7 @@ class ChunkUpdate:
                 self._values = self._sharded.param.shard
         self._torn_by: BaseException | None = None
         """What was raised in the middle of the optimizer's arithmetic."""
-        self._batches_left = _batches(states.pieces(chunk), targets)
+        self._batches_left = batches_of(states.pieces(chunk), targets)
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -190,7 +147,7 @@ class ChunkUpdate:
             parts = [self._part(target, batch.piece, cut) for target, cut in batch.cuts]
             new_bytes = self._new_state_bytes(parts)
             self._store.make_room(new_bytes)
-            passing_bytes = self._num_temporaries * _bytes_of(parts)
+            passing_bytes = self._num_temporaries * bytes_of(parts)
             if passing_bytes:
                 self._store.expect(new_bytes + passing_bytes)
             self._update_parts(batch.piece, parts, states)
@@ -209,7 +166,7 @@ class ChunkUpdate:
         for part in parts:
             tensors.setdefault(part.target.group, []).append(part.tensor)
         with plain_torch():
-            versions = [_grad_version(part) for part in parts]
+            versions = [grad_version(part) for part in parts]
             old_states = {part.tensor: part.state for part in parts if part.state}
             try:
                 new_states = self._recipe.run_on(tensors, old_states)
@@ -219,7 +176,7 @@ class ChunkUpdate:
             # Fused kernels that unscale write to the gradient without counting its version.
             writes_grads = self.unscales
             for part, version in zip(parts, versions, strict=True):
-                if writes_grads or _grad_version(part) != version:
+                if writes_grads or grad_version(part) != version:
                     part.write_grad_back()
                     if self._grads is not None:
                         self._store.mark_changed(self._grads)
@@ -251,9 +208,9 @@ class ChunkUpdate:
                 tensor, grad = values.detach(), grads
             else:
                 strides = self._states.strides(home)
-                values, grads = _with_strides(home.plain, strides), grad_home.plain
-                grads = _with_strides(grads, strides)
-                tensor, grad = _run(values, cut), _run(grads, cut)
+                values, grads = with_strides(home.plain, strides), grad_home.plain
+                grads = with_strides(grads, strides)
+                tensor, grad = run_of(values, cut), run_of(grads, cut)
             tensor.grad = grad
             state: State = {}
             for name, value in target.entry.items():
@@ -271,7 +228,7 @@ class ChunkUpdate:
         if chunk is None or cut.numel == 0:
             return torch.empty(0, dtype=dtype)
         if chunk is self.chunk:
-            return _run(home.plain, cut)
+            return run_of(home.plain, cut)
         slot = self.chunk.layout.slots[home.index]
         start = (slot.offset_bytes - self._sharded.own.low) // dtype.itemsize + cut.start
         storage = chunk.storages[0]
@@ -298,7 +255,7 @@ class ChunkUpdate:
 
     def _new_state_bytes(self, parts: list[Part]) -> int:
         new = [p for p in parts if not any(isinstance(v, Tensor) for v in p.state.values())]
-        return _bytes_of(new) * self._num_states
+        return bytes_of(new) * self._num_states
 
     def _keep_state(self, part: Part, piece: Piece, new: State) -> None:
         """Take over what the optimizer created; the rest was changed in place."""
@@ -324,19 +281,6 @@ class ChunkUpdate:
                     visible[name] = self._states.whole(home, name)
             elif part.is_last:
                 visible[name] = value
-
-
-def _batches(pieces: Sequence[Piece], targets: Sequence[Target]) -> list[Batch]:
-    """Of each piece those that have states first, then those that get theirs: room for either."""
-    target_of = {target.home.index: target for target in targets}
-    batches = []
-    for piece in pieces:
-        cuts = [(target_of[cut.tensor], cut) for cut in piece.cuts if cut.tensor in target_of]
-        for has_states in (True, False):
-            some = [(target, cut) for target, cut in cuts if _has_states(target) is has_states]
-            if some:
-                batches.append(Batch(piece, some, has_states))
-    return batches
 
 
 def count_ahead(recipe: Recipe, targets: Sequence[Target]) -> None:
@@ -372,32 +316,5 @@ def _to_count(value: Tensor) -> Tensor:
     return value.clone() if sabotaged("state.small") else value
 
 
-def _run(tensor: Tensor, cut: Cut) -> Tensor:
-    """A flat run of a tensor's elements in memory order."""
-    return torch.empty(0, dtype=tensor.dtype).set_(
-        tensor.untyped_storage(), cut.start, (cut.numel,), (1,)
-    )
-
-
-def _with_strides(value: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """`value` with its elements in memory in the order that `strides` tell."""
-    if value.stride() == strides and not value.is_conj() and not value.is_neg():
-        return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
-
-
-def _bytes_of(parts: Sequence[Part]) -> int:
-    return sum(part.tensor.numel() * part.tensor.element_size() for part in parts)
-
-
-def _grad_version(part: Part) -> int:
-    assert part.tensor.grad is not None
-    return part.tensor.grad._version
-
-
 def _has_shape_of(value: Any, other: Any) -> bool:
     return not isinstance(value, Tensor) or value.shape == getattr(other, "shape", None)
-
-
-def _has_states(target: Target) -> bool:
-    return any(home_of(value) is not None for value in target.entry.values())

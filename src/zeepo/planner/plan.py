@@ -101,6 +101,12 @@ class Plan:
         return "disk" in (*self.placement.values(), self.activations)
 
     @property
+    def has_whole_params(self) -> bool:
+        """Whether parameters are whole in RAM all the time, and nothing has to come for them."""
+        is_split = self.stage >= 3 and self.num_ranks > 1
+        return self.placement["params"] == "ram" and not is_split
+
+    @property
     def _has_staging(self) -> bool:
         return self.uses_disk or self.num_ranks > 1
 
@@ -129,7 +135,8 @@ class Plan:
         in_ram = self._in_ram()
         resting = sum(self._resting(in_ram).values())
         params = sorted((_page(u.param_bytes) for u in self.units), reverse=True)
-        working = 0 if in_ram["params"] else max(sum(params[:2]), _page(self.region_bytes))
+        working = max(sum(params[:2]), _page(self.region_bytes))
+        working = 0 if self.has_whole_params else working
         gradient = 0 if in_ram["grads"] else max(params, default=0)
         update = self._updating(in_ram)
         updating = sum(update.values()) - update.get("activations", 0)
@@ -199,7 +206,7 @@ class Plan:
         is_small = largest <= LARGE_BYTES
         working = max(sum(params[:2]) if is_small else largest, _page(self.region_bytes))
         items = {
-            "params": 0 if in_ram["params"] else working,
+            "params": 0 if self.has_whole_params else working,
             "grads": 0 if in_ram["grads"] else largest,
             "activations": max(ACTIVATION_BYTES, largest if is_small else 0),
         }
