@@ -1,5 +1,6 @@
 """What holds for every test: the same random numbers, and no session left open."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,9 @@ from hypothesis import settings
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("zeepo", deadline=None)
 settings.load_profile("zeepo")
+
+# A shell that starts the tests in the background has Ctrl-C ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def open_session() -> Any | None:
