@@ -172,7 +172,9 @@ def tune(engines: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
             options = {"disk": args.disk, "ram": args.ram}
             candidates = [*candidates, Configuration(engine, f"on disk, {args.ram}", options)]
         for configuration in candidates:
-            facts = run(configuration, 2, args.model, args.tuning_steps, args.seconds)
+            facts = args.known.get(configuration.label)
+            if facts is None:
+                facts = run(configuration, 2, args.model, args.tuning_steps, args.seconds)
             tried[configuration.label] = facts
             print(describe(configuration, facts), flush=True)
             fastest = best.get(engine)
@@ -195,6 +197,14 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             facts = run(tuned["best"][engine], 2, args.model, args.steps, args.seconds)
             print(f"turn {turn}: {describe(tuned['best'][engine], facts)}", flush=True)
             turns[engine].append(facts)
+        keep(args, {"rows": _rows(tuned, turns), "tried": _all_short(tuned), "num_ranks": 2})
+    rows = _rows(tuned, turns)
+    print_rows(rows)
+    return {"rows": rows, "tried": _all_short(tuned), "num_ranks": 2}
+
+
+def _rows(tuned: dict[str, Any], turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What the turns so far come to, by engine."""
     rows = {}
     for engine, runs in turns.items():
         good = [facts for facts in runs if "failed" not in facts]
@@ -204,9 +214,11 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     for engine, row in rows.items():
         first = next(facts for facts in turns[engine] if "failed" not in facts)
         row["loss_difference"] = None if reference is None else loss_difference(first, reference)
-    print_rows(rows)
-    tried = {label: _short(facts) for label, facts in tuned["tried"].items()}
-    return {"rows": rows, "tried": tried, "num_ranks": 2}
+    return rows
+
+
+def _all_short(tuned: dict[str, Any]) -> dict[str, Any]:
+    return {label: _short(facts) for label, facts in tuned["tried"].items()}
 
 
 def _short(facts: dict[str, Any]) -> dict[str, Any]:
@@ -296,13 +308,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"of a run, the first {NUM_WARM_UP} uncounted")
     parser.add_argument("--tuning-steps", type=int, help="of a run that only looks for the best")
     parser.add_argument("--seconds", type=float, default=600.0, help="for one run")
+    parser.add_argument("--tuned", type=Path, help="a result whose tuning is not done again")
     parser.add_argument("--result", type=Path)
     args = parser.parse_args()
     args.turns = args.turns if args.turns is not None else 1 if args.quick else 5
     args.steps = args.steps or (4 if args.quick else 8)
     args.tuning_steps = args.tuning_steps or args.steps
     args.model = {"num_layers": args.layers}
-    answer = measure_memory(args) if args.ranks else compare(args)
+    args.known = json.loads(args.tuned.read_text())["tried"] if args.tuned else {}
+    keep(args, measure_memory(args) if args.ranks else compare(args))
+
+
+def keep(args: argparse.Namespace, answer: dict[str, Any]) -> None:
+    """Write what is known so far."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     report = {
         "question": "memory of ranks against ZeRO's formula"
