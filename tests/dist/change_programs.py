@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from torch import nn
 import zeepo
 from tests.dist.training import batch, loss_of
 from tests.dist.under import backward, make, under, values
+from zeepo.engine.ranks import Ranks as RanksOfSession
+from zeepo.engine.sharded import Sharded
 
 
 def written_by_numpy(stage: int | None, disk: str | None) -> dict[str, bytes]:
@@ -48,6 +52,28 @@ def swapped_on_one_rank(stage: int | None, disk: str | None) -> dict[str, bytes]
                     model.norm.weight.copy_(before)
             optimizer.step()
             optimizer.zero_grad()
+    return values(model, [optimizer])
+
+
+def changed_right_after_the_step(stage: int | None, disk: str | None) -> dict[str, bytes]:
+    """Rank 0 goes on while rank 1 still takes what rank 0 has updated."""
+    model, optimizer = make()
+    exchange = RanksOfSession.exchange
+
+    def exchange_late(self: RanksOfSession, sharded: Sharded) -> None:
+        time.sleep(0.1 * self.rank)
+        exchange(self, sharded)
+
+    with under(stage, disk, model, optimizer), patch.object(
+        RanksOfSession, "exchange", exchange_late
+    ):
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for p in reversed(list(model.parameters())):
+                    p.mul_(0.9)
     return values(model, [optimizer])
 
 

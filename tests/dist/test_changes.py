@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.dist.change_programs import (
+    changed_right_after_the_step,
     closed_without_sync,
     late_parameters,
     left_different,
@@ -29,6 +30,8 @@ SLOW = pytest.mark.slow
         (swapped_on_one_rank, 1),
         (late_parameters, 3),
         (closed_without_sync, 2),
+        (changed_right_after_the_step, 1),
+        pytest.param(changed_right_after_the_step, 2, marks=SLOW),
         pytest.param(written_by_numpy, 2, marks=SLOW),
         pytest.param(late_parameters, 1, marks=SLOW),
         pytest.param(closed_without_sync, 3, marks=SLOW),

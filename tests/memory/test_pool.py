@@ -138,6 +138,17 @@ def test_pages_of_dropped_buffers_are_handed_on() -> None:
     assert set(views[0].tolist()) == {0}, "an old view is valid and has lost its bytes"
 
 
+def test_idle_pages_are_used_before_fresh_ones() -> None:
+    """Buffers of one size after those of another do not add up, also where there is no limit."""
+    pool = BufferPool(Ledger("ram", None))
+    for nbytes in (8 * MiB, 2 * MiB, 6 * MiB, 8 * MiB):
+        pool.acquire(nbytes, "chunks").release()
+        assert pool.mapped_bytes == 8 * MiB
+    small = pool.acquire(PAGE_BYTES, "chunks")  # too small to be worth cutting a large one up
+    assert pool.mapped_bytes == 8 * MiB + PAGE_BYTES
+    small.release()
+
+
 def test_where_pages_cannot_be_moved_fresh_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "_can_move_pages", False)
     ledger = Ledger("ram", 8 * MiB)

@@ -1,16 +1,21 @@
 """Scratch folders: gone when their process is, and never anyone else's files."""
 
+import fcntl
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.scratch import ScratchFolder, remove_leftovers
 
 HEADER = """
 import os, sys, time
@@ -151,3 +156,27 @@ def test_a_foreign_file_in_our_folder_survives_close(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     tier.close()
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_neighbour_that_looks_at_a_new_folder_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank looks for leftovers between the making of our lock file and its locking."""
+    open_file = os.open
+    timers = []
+
+    def open_and_be_looked_at(path: Any, *args: Any, **kwargs: Any) -> int:
+        fd = open_file(path, *args, **kwargs)
+        if Path(path).name == "lock" and not timers:
+            looking = open_file(path, os.O_RDWR)
+            fcntl.flock(looking, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            timers.append(threading.Timer(0.1, os.close, [looking]))
+            timers[0].start()
+        return fd
+
+    monkeypatch.setattr(os, "open", open_and_be_looked_at)
+    folder = ScratchFolder(tmp_path)
+    assert len(timers) == 1
+    assert remove_leftovers(tmp_path) == []
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []

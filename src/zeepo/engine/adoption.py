@@ -213,12 +213,15 @@ def plan_session(
         for unit in units
     )
     largest = max((_chunk_bytes(unit) for unit in units), default=0)
+    buffer_bytes = rank_buffers(
+        largest, team.num_ranks, team.share, MOST_ASKED, uses_disk="disk" in placement.values()
+    )
     plan = Plan(
         units=unit_plans,
         num_states=max((num_states_of(o) for o in optimizers), default=0),
         placement=placement,
         ram=available_ram_bytes() if options.ram is None else options.ram,
-        staging_bytes=STAGING_BYTES + rank_buffers(largest, team.num_ranks, team.share, MOST_ASKED),
+        staging_bytes=STAGING_BYTES + buffer_bytes,
         piece_bytes=tuning().piece_bytes,
         region_bytes=max((largest_region_bytes(model) for model in models), default=0),
         num_temporaries=max((num_temporaries_of(o) for o in optimizers), default=0),

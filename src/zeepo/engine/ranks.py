@@ -72,6 +72,8 @@ class Ranks:
         self._stagings: list[Buffer] = []
         """The last is in use; a rank may still read from one before it."""
         self._to_refresh: list[Sharded] = []
+        self._num_to_take = 0
+        """Of updated parameters, whole on every rank: parts that others have yet to take."""
         self.network.meet(Subject.START)
 
     # -- at init ----------------------------------------------------------------------------------
@@ -257,7 +259,14 @@ class Ranks:
             else:
                 forget_copy(self._store, sharded.whole)
         elif self.stages.splits(Kind.STATE):
-            self.offers.offer(Kind.PARAM, sharded.label, sharded.version, sharded.whole)
+            whole, version = sharded.whole, sharded.version
+            with self._store.lock:
+                self._num_to_take += len(self.network.peers) * len(_parts(sharded, self.rank))
+            self.offers.offer(Kind.PARAM, whole.label, version, whole, on_taken=self._taken)
+
+    def _taken(self) -> None:
+        """In a link's thread, under the store's lock."""
+        self._num_to_take -= 1
 
     def exchange(self, sharded: Sharded) -> None:
         """Whole parameters, updated in part by each rank: get the others' parts."""
@@ -274,21 +283,25 @@ class Ranks:
         offered = Offered(Kind.PARAM, sharded.label, sharded.version)
         futures = []
         for peer in self.network.peers:
-            for slot, storage in whole.present():
-                place = whole.layout.slots[slot]
-                part = sharded.ranges[peer].intersect(place.offset_bytes, place.end_bytes)
-                if part.nbytes:
-                    low = part.low - place.offset_bytes
-                    future = PeerFuture(self.network, sharded.label, 1)
-                    target = memory_of(storage)[low : low + part.nbytes]
-                    offered.ask(self.network, peer, part, target, future)
-                    futures.append(future)
+            for slot, part in _parts(sharded, peer):
+                future = PeerFuture(self.network, sharded.label, 1)
+                low = part.low - whole.layout.slots[slot].offset_bytes
+                storage = whole.storages[slot]
+                assert storage is not None
+                target = memory_of(storage)[low : low + part.nbytes]
+                offered.ask(self.network, peer, part, target, future)
+                futures.append(future)
         for future in futures:
             future.result()
         self._store.mark_changed(whole)
 
     def end_step(self) -> None:
-        """Wholes that somebody holds by their address get the new values where they are."""
+        """Wholes that somebody holds by their address get the new values where they are.
+
+        What others have yet to take is awaited: the user may change it as soon as this is over.
+        """
+        if self._num_to_take:
+            self.network.wait_until(lambda: self._num_to_take == 0, "to take updated parameters")
         for sharded in self._to_refresh:
             renew_copy(self._store, sharded.whole)
         self._to_refresh.clear()
@@ -309,6 +322,17 @@ class Ranks:
         self.network.close()
         while self._stagings:
             self._stagings.pop().release()
+
+
+def _parts(sharded: Sharded, rank: int) -> list[tuple[int, Range]]:
+    """What a rank owns of a whole, parameter by parameter: the slot, and the range in the whole."""
+    found = []
+    for slot, _ in sharded.whole.present():
+        place = sharded.whole.layout.slots[slot]
+        part = sharded.ranges[rank].intersect(place.offset_bytes, place.end_bytes)
+        if part.nbytes:
+            found.append((slot, part))
+    return found
 
 
 def choose_stage(wanted: int | str, optimizers: Sequence[Optimizer]) -> int:

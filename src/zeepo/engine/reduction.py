@@ -33,11 +33,14 @@ from zeepo.engine.sharded import Sharded, Subject
 from zeepo.engine.shards import GatherTier, cut_out
 from zeepo.engine.summing import add_typed, flat_bytes, weights_of
 from zeepo.errors import BudgetError, RankError
+from zeepo.memory.heap import FreedMemory
 from zeepo.memory.pool import Buffer
 from zeepo.sharding.watchdog import Phase
+from zeepo.units import MiB
 
 MOST_ASKED = 2
 """How many passages have asked for the others' parts at once: so many buffers are needed."""
+ENOUGH_FREED_BYTES = 96 * MiB
 Present = list[set[int]]
 """By rank: the slots of a chunk that have a gradient."""
 
@@ -55,6 +58,7 @@ class Reduction:
         self._is_difference_told = False
         self.num_backwards = 0
         self._is_reducing = False
+        self._freed = FreedMemory(ENOUGH_FREED_BYTES)
         self._complete: list[Sharded] = []
         """Have all their gradients; their passage begins with the next gradient, so that the
         user's own hooks on this one have run."""
@@ -127,6 +131,7 @@ class Reduction:
         )
         sharded.sent = _slots(contribution)
         self._passages.append(passage)
+        self._freed.look()
         passage.offer()
         if passage.is_summed:
             self.gradient_changed(sharded)

@@ -48,3 +48,23 @@ def heap_use() -> HeapUse:
         return HeapUse(0, 0)
     info = _INFO()
     return HeapUse(int(info.used_bytes + info.mapped_bytes), int(info.free_bytes))
+
+
+class FreedMemory:
+    """Gives free heap memory back whenever enough was freed since the last time.
+
+    Activations are freed while gradients come: without this both would be resident at the end of
+    backward. Rarely, because what is given back has to be cleared again by the system.
+    """
+
+    def __init__(self, enough_bytes: int) -> None:
+        self._enough_bytes = enough_bytes
+        self._most_used_bytes = 0
+
+    def look(self) -> None:
+        """Cheap when there is nothing to do."""
+        used = heap_use().used_bytes
+        self._most_used_bytes = max(self._most_used_bytes, used)
+        if self._most_used_bytes - used >= self._enough_bytes:
+            give_back_free_memory()
+            self._most_used_bytes = used

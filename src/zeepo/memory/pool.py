@@ -130,8 +130,9 @@ class BufferPool:
             missing_bytes = capacity_bytes - self.ledger.free_bytes
             givers: list[Mapping] = []
             # Drop idle buffers only if that makes enough room: a refusal should cost nothing.
-            if 0 < missing_bytes <= self._idle_bytes:
-                givers = self._drop_idle(missing_bytes)
+            if missing_bytes <= self._idle_bytes:
+                reused_bytes = capacity_bytes if capacity_bytes >= HUGE_PAGE_BYTES else 0
+                givers = self._drop_idle(max(missing_bytes, min(reused_bytes, self._idle_bytes)))
             reservation = self.ledger.reserve(tag, capacity_bytes)
             try:
                 mapping = Mapping(capacity_bytes)

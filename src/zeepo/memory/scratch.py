@@ -50,7 +50,8 @@ class ScratchFolder:
                 self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
             )
             # The lock comes before the owner file: without an owner file nobody cleans the folder.
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who looks whether to clean it holds the lock for a moment, hence no LOCK_NB.
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
             owner = {
                 "pid": self._owner_pid,
                 "start_time": time.time(),

@@ -284,12 +284,15 @@ def _part(nbytes: int, share: float) -> int:
     return _page(nbytes if share == 1.0 else min(nbytes, int(nbytes * share) + CUT_BYTES))
 
 
-def rank_buffers(unit_bytes: int, num_ranks: int, share: float, num_asked: int) -> int:
-    """What a rank needs for the others: a unit that is read for them, and `num_asked` times what
-    everybody has for its part of one that is being added."""
+def rank_buffers(
+    unit_bytes: int, num_ranks: int, share: float, num_asked: int, *, uses_disk: bool
+) -> int:
+    """What a rank needs for the others: `num_asked` times what everybody has for its part of a unit
+    that is being added, and a unit that is read for them from disk."""
     if num_ranks == 1:
         return 0
-    return _page(unit_bytes) + num_asked * num_ranks * _part(unit_bytes, share)
+    read_bytes = _page(unit_bytes) if uses_disk else 0
+    return read_bytes + num_asked * num_ranks * _part(unit_bytes, share)
 
 
 def _page(nbytes: int) -> int:
