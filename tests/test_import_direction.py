@@ -20,7 +20,7 @@ ROWS = (
     ("engine", "checkpoint", "report"),
     ("optim", "planner"),
     ("chunks", "data"),
-    ("memory", "sharding"),
+    ("memory", "sharding", "launch"),
     ("native", "events"),
     ("config",),
     ("errors",),

@@ -26,7 +26,7 @@ VARIABLE_PREFIX = "ZEEPO_"
 
 TUNING_PREFIX = "ZEEPO_TUNING_"
 """Of variables that are settings, not options of `init` (engine/tuning.py reads them)."""
-INTERNAL_VARIABLES = ("ZEEPO_VERIFY",)
+INTERNAL_VARIABLES = ("ZEEPO_VERIFY", "ZEEPO_LAUNCH_FIRST", "ZEEPO_LAUNCH_REPORT")
 """Variables of zeepo's own commands."""
 
 
@@ -80,7 +80,7 @@ class Options:
     """Accepted for scripts that say it: moving state off the compute tier is what zeepo does."""
 
     num_gpus: int | None = None
-    """Number of ranks the script expects; None is however many were started."""
+    """Number of ranks to start when no launcher has; None is however many were started."""
 
     events: Path | None = None
     """File to which one JSON object per event is appended; None writes none."""
@@ -387,7 +387,6 @@ def _refuse_unsupported(options: Options, given: Mapping[str, _Given]) -> None:
         "params": (options.params == "device", "Use 'auto', 'ram' or 'disk'"),
         "grads": (options.grads == "device", "Use 'auto', 'ram' or 'disk'"),
         "optimizer_state": (options.optimizer_state == "device", "Use 'auto', 'ram' or 'disk'"),
-        "num_gpus": ((options.num_gpus or 1) > 1, "Use num_gpus=1 or leave it out: one rank"),
     }
     for name, (refused, instead) in unsupported.items():
         if refused:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from zeepo.engine.samples import Samples, num_samples
-from zeepo.engine.summing import weights_of
+from zeepo.engine.summing import UNKNOWN, weights_of
 
 
 class Net(nn.Module):
@@ -63,11 +63,12 @@ def test_time_first_models_are_not_counted() -> None:
     samples = Samples()
     samples.watch([model])
     model(torch.zeros(11, 4, 3))
-    assert samples.take() == 0
+    assert samples.take() == UNKNOWN
     samples.stop()
 
 
 def test_weights() -> None:
     assert weights_of([4, 4, 4]) == [1 / 3] * 3
-    assert weights_of([0, 4]) == [0.5, 0.5]
+    assert weights_of([UNKNOWN, 4]) == [0.5, 0.5]
+    assert weights_of([0, 4]) == [0.0, 1.0]
     assert weights_of([5, 3]) == [5 / 8, 3 / 8]

@@ -14,6 +14,7 @@ from zeepo.engine.adoption import models_and_optimizers
 from zeepo.engine.late import LateSession, live_optimizers
 from zeepo.engine.session import Session
 from zeepo.errors import ConfigError, SessionError
+from zeepo.launch import launching
 
 _session: Session | None = None
 
@@ -44,13 +45,17 @@ def init(
     - progress: whether progress is shown on stderr; default "auto": when it is a terminal.
     - events: a file to which every event is appended, one JSON object per line; default: none.
 
-    Known, and refused by name until their time comes: device_memory, precision, update,
-    durable, resume, and num_gpus above 1. zero_offload is accepted: it is what zeepo does.
+    - num_gpus: how many ranks; those that no launcher has started are started here, from the same
+      program. Every rank then takes its slice of every batch of a DataLoader.
+
+    Known, and refused by name until their time comes: device_memory, precision, update, durable
+    and resume. zero_offload is accepted: it is what zeepo does.
     """
     global _session
     resolved = resolve_options(options, config_path=config)
     if _session is not None and not _session.is_closed:
         raise SessionError("zeepo.init: a session is open already. Close it first: zeepo.close().")
+    launching.launch(resolved.num_gpus or 1)
     models, optimizers = models_and_optimizers(model, optimizer)
     if not models and optimizers:
         raise ConfigError("zeepo.init got an optimizer without a model: give both, or neither.")

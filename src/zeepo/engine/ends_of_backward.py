@@ -7,18 +7,21 @@ function of torch's; the end of the outermost call is the end of the backward.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _AUTOGRAD: Any = torch.autograd
+AtEnd = Callable[[Sequence[Tensor]], None]
+"""Called with what backward started from; nothing, when its graph is kept for another."""
 
 
 class EndsOfBackward:
     """Calls functions around every backward that leaves gradients on parameters."""
 
-    def __init__(self, at_begin: Callable[[], None], at_end: Callable[[], None]):
+    def __init__(self, at_begin: Callable[[], None], at_end: AtEnd):
         self._at_begin = at_begin
         self._at_end = at_end
         self._depth = 0
@@ -39,7 +42,8 @@ class EndsOfBackward:
             finally:
                 self._depth -= 1
             if is_watched:
-                self._at_end()
+                keeps_graph = len(args) > 2 and args[2]
+                self._at_end(() if keeps_graph else args[0])
             return result
 
         _AUTOGRAD._engine_run_backward = run

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zeepo.config import Options
 from zeepo.engine.session import Session
 from zeepo.errors import SessionError
+from zeepo.launch import launching
 from zeepo.planner.plan import Plan
 
 
@@ -89,4 +90,5 @@ class LateSession(Session):
         self._hook.remove()
         if self._is_adopted:
             super().close()
+        launching.stop_slicing()
         self._closed = True

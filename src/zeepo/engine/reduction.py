@@ -31,8 +31,9 @@ from zeepo.engine.passage import Passage
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.sharded import Sharded, Subject
 from zeepo.engine.shards import GatherTier, cut_out
-from zeepo.engine.summing import add_typed, flat_bytes, weights_of
+from zeepo.engine.summing import UNKNOWN, add_typed, flat_bytes, weights_of
 from zeepo.errors import BudgetError, RankError
+from zeepo.launch import launching
 from zeepo.memory.heap import FreedMemory
 from zeepo.memory.pool import Buffer
 from zeepo.sharding.watchdog import Phase
@@ -87,12 +88,14 @@ class Reduction:
         for sharded in self._ranks.sharded.values():
             sharded.fresh.clear()
             sharded.sent = None
-        self._num_samples += self._count_samples()
+        count = self._count_samples()
+        is_unknown = UNKNOWN in (count, self._num_samples)
+        self._num_samples = UNKNOWN if is_unknown else self._num_samples + count
         if self._is_reducing:
             self.num_backwards += 1
             self._ranks.network.position = (self._ranks.num_steps, Phase.BACKWARD)
-            count = self._num_samples.to_bytes(8, "little")
-            self._ranks.network.tell(Subject.SAMPLES, self.num_backwards, count)
+            told = self._num_samples.to_bytes(8, "little", signed=True)
+            self._ranks.network.tell(Subject.SAMPLES, self.num_backwards, told)
             self._weights = None
 
     def contributed(self, home: Home) -> None:
@@ -166,7 +169,7 @@ class Reduction:
             if any(present[sharded.whole.key, 1]):
                 self._send(sharded, turn=1)
         self._finish(present, turn=1)
-        self._weigh()  # whatever was told is heard
+        self.weigh()  # whatever was told is heard
         self._num_samples = 0
         self._is_reducing = False
         return {
@@ -233,7 +236,7 @@ class Reduction:
         sharded = passage.sharded
         homes = self._ranks.slots[sharded.whole.key]
         dtypes = [home.plain.dtype for home in homes]
-        total = passage.sum(self._weigh(), dtypes)
+        total = passage.sum(self.weigh(), dtypes)
         kept = kept_too | {home.index for home in homes if home.grad is not None}
         shard = self.grad_tier(sharded).shard
         assert shard is not None
@@ -246,14 +249,15 @@ class Reduction:
             total.release()
         self.gradient_changed(sharded)
 
-    def _weigh(self) -> list[float]:
+    def weigh(self) -> list[float]:
         """By how much each rank's gradients of this backward count."""
         if self._weights is None:
             told = self._ranks.network.await_all(
                 Subject.SAMPLES, self.num_backwards, "the size of its batch"
             )
-            told[self._ranks.rank] = self._num_samples.to_bytes(8, "little")
-            counts = [int.from_bytes(told[r], "little") for r in range(self._ranks.num_ranks)]
+            told[self._ranks.rank] = self._num_samples.to_bytes(8, "little", signed=True)
+            ranks = range(self._ranks.num_ranks)
+            counts = [int.from_bytes(told[r], "little", signed=True) for r in ranks]
             self._weights = weights_of(counts)
             self._tell_of_difference(counts)
         return self._weights
@@ -263,6 +267,7 @@ class Reduction:
             len(set(self._weights or [])) > 1
             and not self._is_difference_told
             and not self._ranks.rank
+            and launching.slices is None
         ):
             self._is_difference_told = True
             events.warn(

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zeepo.engine.regions import is_compiled
+from zeepo.engine.summing import UNKNOWN
+from zeepo.launch import launching
 
 
 class Samples:
@@ -39,8 +41,10 @@ class Samples:
                 self._watch(cls)
 
     def take(self) -> int:
-        """Those of the last batch; 0 when nothing was seen."""
-        return self._count or 0
+        """Those of the last batch, or UNKNOWN; whoever sliced the batch knows better."""
+        if launching.slices is not None and launching.slices.num_samples is not None:
+            return launching.slices.num_samples
+        return UNKNOWN if self._count is None else self._count
 
     def stop(self) -> None:
         """Watch no more."""

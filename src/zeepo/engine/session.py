@@ -37,6 +37,7 @@ from zeepo.engine.ranks import Ranks
 from zeepo.engine.recompute import Recompute
 from zeepo.engine.regions import Regions
 from zeepo.engine.samples import Samples
+from zeepo.engine.shared_loss import share_loss
 from zeepo.engine.stats import Stats, collect_stats
 from zeepo.engine.step import OptimizerStep
 from zeepo.engine.team import Team, join_team
@@ -49,6 +50,7 @@ from zeepo.errors import (
     SessionError,
     UnsupportedError,
 )
+from zeepo.launch import launching
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Ledger
@@ -151,11 +153,16 @@ class Session:
         self._manager.raw_leases.settle()
         self._manager.reduction.begin_backward()
 
-    def _after_backward(self) -> None:
+    def _after_backward(self, roots: Sequence[Tensor] = ()) -> None:
         assert self._ranks is not None
+        reduction = self._manager.reduction
+        assert reduction is not None
         if not self._ranks.is_local:
             self._manager.gradients.reduce(self._manager.slots)
             self._manager.raw_leases.look_again()
+            if launching.slices is not None:
+                number, weights = reduction.num_backwards, reduction.weigh()
+                share_loss(self._ranks, number, weights, roots, launching.slices)
 
     def _make_activations(self, options: Options) -> Activations | None:
         if self._disk is None or options.activations not in ("auto", "disk"):
@@ -374,6 +381,7 @@ class Session:
             self._disk.close()
         if self._ranks is not None:
             self._ranks.close()
+        launching.stop_slicing()
         self._pool.trim()
         self._interrupts.remove()
         # A closed session may be remembered for long; what it trained is the user's alone.

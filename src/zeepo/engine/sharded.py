@@ -23,6 +23,7 @@ class Subject(IntEnum):
     CHANGE = 5
     NORM = 6
     CLOSE = 7
+    LOSS = 9
 
 
 @dataclass(frozen=True)

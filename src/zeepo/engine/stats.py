@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from zeepo.chunks.store import ChunkStore
+from zeepo.chunks.store import ChunkStore, Kind
 from zeepo.engine.activations import Activations
+from zeepo.engine.assembly import PartsTier
 from zeepo.engine.ranks import Ranks
+from zeepo.engine.shards import GatherTier
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.pool import BufferPool
 
@@ -23,6 +25,8 @@ class Stats(Mapping[str, Any]):
     """Tier -> most bytes ever held."""
     bytes_by_tag: dict[str, int]
     """What the bytes in RAM are."""
+    bytes_kept: dict[str, int]
+    """Kind ("params", "grads", "optimizer state") -> bytes that rest on this rank, in any tier."""
     bytes_moved: dict[str, int]
     """Edge ("disk->ram", "ram->disk") -> bytes since init."""
     evictions: int
@@ -71,6 +75,7 @@ def collect_stats(
         bytes_now={"ram": ledger.used_bytes, "disk": disk.used_bytes if disk else 0},
         bytes_peak={"ram": ledger.peak_bytes, "disk": disk.peak_bytes if disk else 0},
         bytes_by_tag=ledger.by_tag(),
+        bytes_kept=_bytes_kept(store),
         bytes_moved={
             "disk->ram": disk.bytes_read if disk else 0,
             "ram->disk": disk.bytes_written if disk else 0,
@@ -87,3 +92,15 @@ def collect_stats(
         bytes_received=dict(ranks.network.counters.bytes_received) if ranks else {},
         seconds_waited_for_ranks=dict(ranks.network.counters.seconds_waited) if ranks else {},
     )
+
+
+def _bytes_kept(store: ChunkStore) -> dict[str, int]:
+    """Not counted: wholes that were put together from parts, contributions, and buffers."""
+    kept = {kind.value: 0 for kind in Kind}
+    for chunk in store.chunks():
+        is_put_together = chunk.is_copy or isinstance(chunk.home, (GatherTier, PartsTier))
+        if not is_put_together and chunk.is_foreseeable:
+            kept[chunk.kind.value] += sum(
+                chunk.layout.slots[index].nbytes for index, _ in chunk.present()
+            )
+    return kept

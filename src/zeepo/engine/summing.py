@@ -10,13 +10,16 @@ from torch import Tensor
 from zeepo.chunks.store import Chunk
 from zeepo.engine.sharded import Sharded
 
+UNKNOWN = -1
+"""Of how many samples a batch has."""
+
 
 def weights_of(counts: Sequence[int]) -> list[float]:
     """What each rank's gradients are multiplied by; they add up to one.
 
     Equal shares when all batches are as large, or when one is unknown.
     """
-    if len(set(counts)) == 1 or 0 in counts:
+    if len(set(counts)) == 1 or UNKNOWN in counts:
         return [1.0 / len(counts)] * len(counts)
     return [count / sum(counts) for count in counts]
 

@@ -25,7 +25,7 @@ class PlainSession:
         )
 
     def stats(self) -> Stats:
-        return Stats({}, {}, {}, {}, 0, 0, 0, 0, 0, 0.0)
+        return Stats({}, {}, {}, {}, {}, 0, 0, 0, 0, 0, 0.0)
 
     @contextlib.contextmanager
     def gathered(self, target: Any) -> Iterator[list[Tensor]]:
