@@ -86,7 +86,7 @@ def test_like_one_process(start, num_ranks: int, num_samples: int) -> None:  # t
     found = []
     for ranks in (1, num_ranks):
         process = start(TRAINING, str(ranks), str(num_samples))
-        _, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, err
         found.append(out.splitlines())
     (*plain, plain_stats, plain_end), (*losses, stats, end) = found
@@ -232,8 +232,10 @@ def test_under_a_launcher_the_launcher_counts(start, tmp_path: Path) -> None:  #
     script = tmp_path / "script.py"
     script.write_text(TRAINING + "\nprint(session.is_closed)\n")
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(script), "3", "40"],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *(str(script), "3", "40"),
+        ],
         cwd=tmp_path,
         env={**clean_environment(), "OMP_NUM_THREADS": "1"},
         capture_output=True,

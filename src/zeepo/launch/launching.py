@@ -39,6 +39,8 @@ GOOD_END_SECONDS = 20.0
 """The others get so long to come to the end of the program, when the first has."""
 BAD_END_SECONDS = 1.0
 """...and when it failed."""
+BLAME_SECONDS = 5.0
+"""...and to say what failed, when the first has only lost another."""
 
 ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -166,7 +168,9 @@ def _show_right_exception(others: Others, show: ExceptionHook) -> None:
         global _has_failed
         if os.getpid() == process:
             _has_failed = True
-            if isinstance(error, RankError) and (blamed := others.blame(BAD_END_SECONDS)):
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already, once is enough
+            if isinstance(error, RankError) and (blamed := others.blame(BLAME_SECONDS)):
                 rank, text = blamed
                 print(f"zeepo: rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
                 return
@@ -219,6 +223,7 @@ def watch_first() -> None:
             time.sleep(0.25)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGINT)  # so that it may clean up
+        signal.alarm(2)  # the system's own: also when Python does not come to its end
         time.sleep(1.0)
         os._exit(1)
 

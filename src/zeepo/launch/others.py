@@ -33,11 +33,14 @@ class _Other:
     """The traceback of the exception that ended it."""
 
     def failure(self) -> str | None:
-        """Why it ended, if it failed."""
+        """Why it ended, or is about to, if it failed."""
         code = self.process.poll()
-        if code is None or code == 0:
+        report = _read(self.report)
+        if report and (code is None or code > 0):
+            return report.rstrip()
+        if not code:
             return None
-        text = _read(self.report) or _tail(_read(self.errors))
+        text = report or _tail(_read(self.errors))
         if code < 0:
             name = signal.Signals(-code).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
