@@ -15,6 +15,7 @@ MAX_LINES = 400
 # "sabotage" is the switches of the mutation tests: it imports nothing, so anyone may ask it.
 ROWS = (
     ("cli",),
+    ("compare",),
     ("verify", "doctor"),
     ("zeepo",),
     ("engine", "checkpoint", "report"),

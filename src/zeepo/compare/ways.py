@@ -1,0 +1,101 @@
+"""The ways in which one program is trained, and what a run of one tells. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train."""
+
+    name: str
+    engine: Literal["plain", "ddp", "zeepo"]
+    num_ranks: int
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `zeepo.init`."""
+    is_on_disk: bool = False
+
+
+def all_ways(num_ranks: int) -> list[Way]:
+    """Plain first: it is what the others are compared with."""
+    ways = [
+        Way("plain PyTorch", "plain", 1),
+        Way("zeepo, 1 rank, disk", "zeepo", 1, is_on_disk=True),
+    ]
+    if num_ranks > 1:
+        ways.append(Way(f"DDP, {num_ranks} ranks", "ddp", num_ranks))
+        for stage in (1, 2, 3):
+            name = f"zeepo, {num_ranks} ranks, stage {stage}"
+            ways.append(Way(name, "zeepo", num_ranks, {"stage": stage}))
+        name = f"zeepo, {num_ranks} ranks, stage 3, disk"
+        ways.append(Way(name, "zeepo", num_ranks, {"stage": 3}, is_on_disk=True))
+    return ways
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What one run told."""
+
+    seconds: float
+    """From the program's first line to its last, in the slowest rank."""
+    peak_bytes: int
+    """By how much the largest rank grew."""
+    metric: float | None
+    """The last value that the first rank printed."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """All runs of one way, one for each seed."""
+
+    way: Way
+    runs: tuple[RunFacts, ...] = ()
+    failure: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return _middle([run.seconds for run in self.runs])
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(run.peak_bytes for run in self.runs)
+
+    @property
+    def metrics(self) -> list[float]:
+        return [run.metric for run in self.runs if run.metric is not None]
+
+    @property
+    def metric(self) -> float | None:
+        """The mean over the seeds."""
+        return sum(self.metrics) / len(self.metrics) if self.metrics else None
+
+    @property
+    def spread(self) -> float | None:
+        """Between the seeds: largest less smallest."""
+        return max(self.metrics) - min(self.metrics) if len(self.metrics) > 1 else None
+
+    def difference(self, reference: Result) -> float | None:
+        """The largest difference to another way's runs with the same seeds."""
+        pairs = list(zip(self.metrics, reference.metrics, strict=False))
+        return max((abs(a - b) for a, b in pairs), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find_metric(output: str, name: str) -> float | None:
+    """The last number that was printed after the metric's name."""
+    pattern = rf"(?i)\b{re.escape(name)}\b[^0-9+\-.\n]*({NUMBER}|nan|-?inf)"
+    found = re.findall(pattern, output)
+    return float(found[-1]) if found else None
+
+
+def _middle(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
