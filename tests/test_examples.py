@@ -147,3 +147,14 @@ def test_transfer_learning(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(held.replace(",", "")) == backbone + head
     assert int(state.replace(",", "")) == 2 * head, "AdamW keeps two moments of what trains"
     assert of == "['1.weight', '1.bias']"
+
+
+# -- README ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_readme_shows_the_program_and_its_command(program: Path) -> None:
+    readme = (ROOT / "examples" / "README.md").read_text()
+    section = re.search(rf"^## {program.name}$(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL)
+    assert section
+    assert re.search(rf"^\$ .*examples/{program.name}.*\n.+", section[1], re.MULTILINE)
