@@ -25,7 +25,7 @@ from rich.table import Table
 from zeepo.compare.child import CompareJob
 from zeepo.compare.plot import draw
 from zeepo.compare.runs import RunError, run_once
-from zeepo.compare.ways import Result, Way, all_ways
+from zeepo.compare.ways import KEYS, Result, Way, all_ways
 from zeepo.units import format_bytes, parse_bytes
 
 PASS, FAILED, ERROR = 0, 1, 2
@@ -46,6 +46,9 @@ def add_command(commands: Any) -> None:
         "arguments", nargs=argparse.REMAINDER, help="the program's own: all that follows it"
     )
     parser.add_argument("--ranks", type=_count, default=2, help="of the ways with several")
+    parser.add_argument(
+        "--ways", type=_ways, default=KEYS, metavar="NAME,...", help=f"of {', '.join(KEYS)}"
+    )
     parser.add_argument("--seeds", type=_count, default=2, help="runs of each way (default 2)")
     parser.add_argument(
         "--metric", default="loss", help="the word before the number that the program prints"
@@ -62,6 +65,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _ways(text: str) -> tuple[str, ...]:
+    for name in text.split(","):
+        if name not in KEYS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(KEYS)}")
+    return ("plain", *text.split(","))  # the others are compared with it
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Compare, show, and return the exit status."""
     is_terminal = sys.stdout.isatty()
@@ -70,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if problem:
         console.print(escape(f"zeepo compare: {problem}"))
         return ERROR
-    ways = all_ways(arguments.ranks)
+    ways = [way for way in all_ways(arguments.ranks) if way.key in arguments.ways]
     results = [_train(way, arguments, console, f"{n}/{len(ways)}") for n, way in enumerate(ways, 1)]
     _show(results, arguments.metric, console)
     _keep(results, arguments, console)
@@ -146,8 +156,9 @@ def _show(results: Sequence[Result], metric: str, console: Console) -> None:
     console.print(table)
     console.print(
         f"\n{metric}: the last that the first rank printed, the mean over the seeds. Spread: "
-        "between the seeds.\nOff plain: the largest difference to plain PyTorch with the same seed. "
-        "Peak: growth of the largest rank\nwhile the program ran. Time: the program without imports."
+        "between the seeds.\nOff plain: the largest difference to plain PyTorch with the same "
+        "seed. Peak: growth of the largest rank\nwhile the program ran. Time: the program "
+        "without imports."
     )
 
 

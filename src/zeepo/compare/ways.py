@@ -14,6 +14,8 @@ NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 class Way:
     """One way to train."""
 
+    key: str
+    """What the command line calls it."""
     name: str
     engine: Literal["plain", "ddp", "zeepo"]
     num_ranks: int
@@ -22,19 +24,23 @@ class Way:
     is_on_disk: bool = False
 
 
+KEYS = ("plain", "disk", "ddp", "stage1", "stage2", "stage3", "stage3-disk")
+
+
 def all_ways(num_ranks: int) -> list[Way]:
     """Plain first: it is what the others are compared with."""
     ways = [
-        Way("plain PyTorch", "plain", 1),
-        Way("zeepo, 1 rank, disk", "zeepo", 1, is_on_disk=True),
+        Way("plain", "plain PyTorch", "plain", 1),
+        Way("disk", "zeepo, 1 rank, disk", "zeepo", 1, is_on_disk=True),
     ]
     if num_ranks > 1:
-        ways.append(Way(f"DDP, {num_ranks} ranks", "ddp", num_ranks))
+        ranks = f"{num_ranks} ranks"
+        ways.append(Way("ddp", f"DDP, {ranks}", "ddp", num_ranks))
         for stage in (1, 2, 3):
-            name = f"zeepo, {num_ranks} ranks, stage {stage}"
-            ways.append(Way(name, "zeepo", num_ranks, {"stage": stage}))
-        name = f"zeepo, {num_ranks} ranks, stage 3, disk"
-        ways.append(Way(name, "zeepo", num_ranks, {"stage": 3}, is_on_disk=True))
+            name = f"zeepo, {ranks}, stage {stage}"
+            ways.append(Way(f"stage{stage}", name, "zeepo", num_ranks, {"stage": stage}))
+        name = f"zeepo, {ranks}, stage 3, disk"
+        ways.append(Way("stage3-disk", name, "zeepo", num_ranks, {"stage": 3}, is_on_disk=True))
     return ways
 
 

@@ -1,0 +1,39 @@
+"""What is compared, and how a metric is found in what a program prints."""
+
+import pytest
+
+from zeepo.compare.ways import KEYS, Result, RunFacts, all_ways, find_metric
+
+
+def test_every_way_has_its_key() -> None:
+    assert tuple(way.key for way in all_ways(2)) == KEYS
+    assert [way.key for way in all_ways(1)] == ["plain", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("output", "metric", "expected"),
+    [
+        ("epoch 1: loss 2.5\nepoch 2: loss 1.25\n", "loss", 1.25),
+        ("Loss: 1e-3", "loss", 1e-3),
+        ("loss=-.5, accuracy = 93.4 %", "accuracy", 93.4),
+        ("loss=-.5, accuracy = 93.4 %", "loss", -0.5),
+        ("test loss 3\nvalloss 4", "loss", 3.0),
+        ("loss nan", "loss", None),
+        ("nothing", "loss", None),
+    ],
+)
+def test_the_last_value_counts(output: str, metric: str, expected: float | None) -> None:
+    found = find_metric(output, metric)
+    if "nan" in output:
+        assert found != found
+    else:
+        assert found == expected
+
+
+def test_spread_and_difference() -> None:
+    plain, other = all_ways(1)
+    a = Result(plain, (RunFacts(1.0, 10, 2.0), RunFacts(3.0, 30, 2.5)))
+    b = Result(other, (RunFacts(1.0, 10, 2.0), RunFacts(3.0, 30, 2.75)))
+    assert (a.metric, a.spread, a.peak_bytes) == (2.25, 0.5, 30)
+    assert b.difference(a) == 0.25
+    assert Result(other, (RunFacts(1.0, 10, None),)).metric is None
