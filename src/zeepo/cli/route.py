@@ -11,10 +11,13 @@ import ipaddress
 import socket
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 256
 _ADDRESS_IN_REPLY = slice(20, 24)
+_FAR_AWAY = "192.0.2.1"
+"""An address that nobody has, reserved for examples: what leads there is the default route."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Route:
 
     @property
     def is_loopback(self) -> bool:
-        return ipaddress.ip_address(self.address).is_loopback
+        return _is_loopback(self.address)
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -60,17 +63,28 @@ def route_to(endpoint: Endpoint) -> Route | None:
     """Ask the kernel; nothing is sent.
 
     None when the name has no address, or no way leads there: it may still appear, and torch waits.
+    A name that is a loopback on its own host is reached by others through the default route.
     """
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            address = str(probe.getsockname()[0]).partition("%")[0]
+        family, _, _, _, target = found[0]
+        address = _source(family, target)
+        if _is_loopback(address) and endpoint.host != "localhost" and endpoint.host != target[0]:
+            address = _source(socket.AF_INET, (_FAR_AWAY, endpoint.port))
     except OSError:
         return None
-    is_here = _is_ours(family, str(target[0]))
-    return Route(address, _interface_of(address), is_here)
+    return Route(address, _interface_of(address), _is_ours(family, str(target[0])))
+
+
+def _source(family: int, target: Any) -> str:
+    """The address of ours that a packet to `target` would bear."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0]).partition("%")[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _is_ours(family: int, address: str) -> bool:
@@ -85,7 +99,7 @@ def _is_ours(family: int, address: str) -> bool:
 
 def _interface_of(address: str) -> str:
     """The name of the interface with this IPv4 address, or nothing."""
-    if ":" in address or ipaddress.ip_address(address).is_loopback:
+    if ":" in address or _is_loopback(address):
         return ""
     wanted = socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
