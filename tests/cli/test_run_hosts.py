@@ -58,12 +58,13 @@ def test_two_hosts_train_as_one_process_does(way: str) -> None:
 def test_when_a_rank_fails_both_hosts_start_anew(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"
-        "rank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "open(f'{rank}.{attempt}', 'w').close()\n"
-        "while not all(os.path.exists(f'{r}.{attempt}') for r in (0, 1)):\n"
-        "    time.sleep(0.05)\n"
-        "if attempt == '0':\n"
-        "    sys.exit(6) if rank == '1' else time.sleep(600)\n"
+        "with open('began', 'a') as file:\n"
+        "    file.write(os.environ['RANK'])\n"
+        "if not os.path.exists('failed'):\n"
+        "    while os.environ['RANK'] == '0' or '0' not in open('began').read():\n"
+        "        time.sleep(0.05)\n"  # the first rank does so until it is ended
+        "    open('failed', 'w').close()\n"
+        "    sys.exit(6)\n"
     )
     command = commands_for_two_hosts()["alike"][0].replace("--nproc 2", "--nproc 1")
     with TwoHosts() as two_hosts, ExitStack() as stack:
@@ -73,8 +74,7 @@ def test_when_a_rank_fails_both_hosts_start_anew(tmp_path: Path) -> None:
             programs.append(stack.enter_context(started(inside, tmp_path, FIRST=FIRST_ADDRESS)))
         done = [outcome_of(program) for program in programs]
     assert [outcome.status for outcome in done] == [0, 0], done
-    began = {path.name for path in tmp_path.iterdir()} - {"train.py"}
-    assert began == {"0.0", "1.0", "0.1", "1.1"}
+    assert sorted((tmp_path / "began").read_text()) == ["0", "0", "1", "1"]
     assert sum("exitcode: 6" in outcome.err for outcome in done) == 1
 
 
