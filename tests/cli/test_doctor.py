@@ -117,6 +117,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
+    assert "run       start a training program as several ranks" in out
     assert "verify    compare a training program" in out
     assert "doctor    what of zeepo works on this machine" in out
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from zeepo.cli import compare, doctor, verify
+from zeepo.cli import compare, doctor, run, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"zeepo {version('zeepo')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    run.add_command(commands)
     verify.add_command(commands)
     compare.add_command(commands)
     doctor.add_command(commands)

@@ -254,7 +254,7 @@ class Manager:
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_"):  # an optimizer's kernel: parameters, gradients and states
             written = {id(t) for t in managed}
-        elif name.endswith("_") and args:
+        elif name.endswith("_") and not name.endswith("__") and args:  # __getitem__ only reads
             written = {id(t) for t in tensors_in(args[0])}
         for tensor, home, before in zip(managed, homes, versions, strict=True):
             if id(tensor) in written or _version(tensor) != before:
