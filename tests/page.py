@@ -117,10 +117,11 @@ def _run_python(block: Block, namespace: dict[str, Any]) -> None:
     try:
         exec(code, namespace)
     except Exception as error:
-        assert type(error).__name__ == name, f"{block.place}: {error!r}, shown is {name}"
-        assert is_like(text, str(error)), f"{block.place}: shown is\n{text}\nbut it says\n{error}"
-        return
-    raise AssertionError(f"{block.place}: shows {name}, but raises nothing")
+        raised, said = type(error).__name__, str(error)
+    else:
+        raised, said = "nothing", ""
+    assert raised == name, f"{block.place}: shown is {name}, raised is {raised}: {said}"
+    assert is_like(text, said), f"{block.place}: shown is\n{text}\nbut it says\n{said}"
 
 
 def _read_options(block: Block) -> None:

@@ -1,4 +1,4 @@
-"""Every block of README and docs runs as it stands (tests/page.py), and every link leads somewhere."""
+"""Blocks of README and docs run as they stand (tests/page.py); links lead somewhere."""
 
 from __future__ import annotations
 
