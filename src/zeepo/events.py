@@ -5,7 +5,7 @@ removed, with one line on stderr that says why. Nothing is collected when nobody
 has something to tell asks `is_heard` first.
 
 An event is a dictionary of values that JSON can hold: `time` (seconds since 1970), `event` (its
-name) and the fields of that event. docs/terminal.md lists them.
+name) and the fields of that event. docs/start.md lists them.
 """
 
 import contextlib

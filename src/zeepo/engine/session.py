@@ -291,7 +291,7 @@ class Session:
         raise self._later("load")
 
     def export(self, path: str | Path, *, max_shard_bytes: int | str = "5GB") -> None:
-        """Write the models' current values as safetensors, streamed (docs/weights.md)."""
+        """Write the models' current values as safetensors, streamed (docs/start.md)."""
         self._check_open("export")
         type(self).exporter(self._models, path, max_shard_bytes)
 
