@@ -21,7 +21,7 @@ SECONDS = 240.0
 
 
 def clean_environment() -> dict[str, str]:
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST")
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {k: v for k, v in os.environ.items() if k not in launchers}
 
 

@@ -32,7 +32,7 @@ def _why_not() -> str:
     main = sys.modules.get("__main__")
     if "ipykernel" in sys.modules or hasattr(sys, "ps1"):
         return "a notebook or an interactive session cannot be run again"
-    if "PYTEST_CURRENT_TEST" in os.environ:
+    if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:  # not a child of it
         return "that would be the whole test run"
     if multiprocessing.parent_process() is not None:
         return "this is a process that multiprocessing started, not a program"
