@@ -31,6 +31,22 @@ def run(*command: object) -> str:
     return done.stdout
 
 
+# -- mnist ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(4, marks=pytest.mark.slow), 2])
+def test_mnist(num_ranks: int) -> None:
+    """Falling losses, those of one process, and each rank keeps its share."""
+    plain, shown = (run("examples/mnist.py", f"--ranks={n}", "--epochs=3") for n in (1, num_ranks))
+    expected, losses = ([float(x) for x in re.findall(r"loss (\S+)", s)] for s in (plain, shown))
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for kind in ("params", "grads", "optimizer state"):
+        assert f"this rank keeps {1 / num_ranks:.0%} of the {kind}" in shown
+        assert f"this rank keeps 100% of the {kind}" in plain
+
+
 # -- binary_classification ------------------------------------------------------------------------
 
 

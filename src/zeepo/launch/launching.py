@@ -37,7 +37,7 @@ PATIENCE_SECONDS = 1800.0
 TELL_AFTER_SECONDS = 20.0
 GOOD_END_SECONDS = 20.0
 """The others get so long to come to the end of the program, when the first has."""
-BAD_END_SECONDS = 0.7
+BAD_END_SECONDS = 0.5
 """...and when it failed."""
 BLAME_SECONDS = 5.0
 """...and to say what failed, when the first has only lost another."""
