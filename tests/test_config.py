@@ -319,7 +319,6 @@ def test_the_accelerator_question_reaches_torch() -> None:
         ("params", "device"),
         ("grads", "device"),
         ("optimizer_state", "device"),
-        ("num_gpus", 4),
     ],
 )
 def test_unsupported_is_refused_by_name(name: str, value: object) -> None:

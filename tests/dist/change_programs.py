@@ -166,3 +166,22 @@ def two_backwards_of_uneven_batches(stage: int, disk: str | None) -> bool:
         loss.backward()
         pairs = zip(model.layers.parameters(), expected, strict=True)
         return all(torch.equal(p.grad, grad + grad) for p, grad in pairs)
+
+
+def read_by_one_rank(stage: int | None, disk: str | None) -> tuple[float, dict[str, bytes]]:
+    """Rank 0 alone reads slices and exports; nobody waits for a change."""
+    model, optimizer = make()
+    seen = 0.0
+    with under(stage, disk, model, optimizer) as session:
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if dist.get_rank() == 0:
+                seen += sum(p[:2].double().sum().item() for p in model.parameters())
+                if session is not None and disk is not None:
+                    session.export(f"{disk}/exported{step}.safetensors")
+        with torch.no_grad():  # a write by index is a change still
+            for p in model.parameters():
+                p[:1] += 0.5
+    return seen, values(model, [optimizer])

@@ -112,3 +112,15 @@ def tiny_parameters(stage: int | None, disk: str | None, kind: str) -> dict[str,
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
                 model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
     return values(model, [optimizer])
+
+
+def other_model(stage: int) -> str:
+    """Rank 1 builds one layer more."""
+    sizes = [nn.Linear(4, 4) for _ in range(2 + dist.get_rank())]
+    model = nn.Sequential(*sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        zeepo.init(model, optimizer, stage=stage)
+    except zeepo.RankError as error:
+        return str(error)
+    return "accepted"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.dist.ranks import Ranks
 from tests.dist.state_programs import (
+    other_model,
     state_before_the_first_step,
     state_on_one_rank_only,
     tiny_parameters,
@@ -52,3 +53,9 @@ def test_fewer_elements_than_ranks(
 def test_state_that_only_one_rank_has_is_refused(ranks: Ranks) -> None:
     for message in ranks.run(2, state_on_one_rank_only):
         assert "init: the state of AdamW on rank 1 is not that of rank 0" in message
+
+
+def test_different_models_are_refused(ranks: Ranks) -> None:
+    for message in ranks.run(2, other_model, 3):
+        assert "the models differ: rank 1 has 2.weight (4, 4) torch.float32 where rank 0" in message
+        assert "has nothing" in message

@@ -21,7 +21,7 @@ from zeepo.checkpoint.safetensors_file import (
     header_length,
     malformed,
 )
-from zeepo.errors import ConfigError, CorruptionError
+from zeepo.errors import ConfigError, CorruptionError, DiskError
 from zeepo.memory.files import disk_error
 
 SINGLE_NAME = "model.safetensors"
@@ -121,6 +121,11 @@ def open_weights(path: Path) -> Iterator[Weights]:
 
 
 def _locate(path: Path) -> Path:
+    if not path.exists():
+        raise DiskError(
+            f"there is no weight file {path}. Give the path of a safetensors file, of its index, "
+            "or of a folder written by session.export or save_pretrained."
+        )
     if not path.is_dir():
         return path
     for name in (SINGLE_NAME, INDEX_NAME):

@@ -253,12 +253,16 @@ def models_and_optimizers(
     return _listed("model", model, nn.Module), _listed("optimizer", optimizer, Optimizer)
 
 
+NAMES: dict[type, str] = {nn.Module: "nn.Module", Optimizer: "Optimizer"}
+
+
 def _listed(what: str, given: Any, kind: type) -> list[Any]:
     if given is None or isinstance(given, kind):
         return [] if given is None else [given]
     if isinstance(given, (list, tuple)) and all(isinstance(item, kind) for item in given):
         return list({id(item): item for item in given}.values())
     raise ConfigError(
-        f"zeepo.init: {what} is a {type(given).__name__}, not a {kind.__name__} or a list of them. "
+        f"zeepo.init: {what} is of type {type(given).__name__}: it takes an {NAMES[kind]}"
+        " or a list of them. "
         "Call it as zeepo.init(model, optimizer, ...)."
     )

@@ -17,8 +17,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import xxhash
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zeepo.chunks.layout import pack
@@ -176,6 +178,20 @@ class Ranks:
         self.offers.offer_next(tier)
         whole.version += 1
         whole.lower_version = whole.version
+
+    def agree_on_model(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        """RankError unless every rank has built the same model."""
+        mine = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters]
+        told = self._exchange(Subject.VALUES, json.dumps(mine).encode(), "the model")
+        models = [json.loads(fact) for fact in told]
+        for rank, model in enumerate(models):
+            if model != models[0]:
+                pairs = zip_longest(model, models[0], fillvalue="nothing")
+                here, first = next((a, b) for a, b in pairs if a != b)
+                raise RankError(
+                    f"init: the models differ: rank {rank} has {here} where rank 0 has {first}. "
+                    "Build the same model on every rank."
+                )
 
     def agree_on_state(self, digest: bytes, optimizer: str) -> None:
         """RankError unless an optimizer came to init with the same state on all ranks."""

@@ -142,6 +142,7 @@ class Session:
         if team.num_ranks == 1:
             return None
         ranks = Ranks(self._store, self.plan.stage, self._home_tiers(), team)
+        ranks.agree_on_model([named for unit in units for named in unit.parameters])
         exchange_legacies(ranks.network, self._disk)
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
@@ -155,14 +156,11 @@ class Session:
 
     def _after_backward(self, roots: Sequence[Tensor] = ()) -> None:
         assert self._ranks is not None
-        reduction = self._manager.reduction
-        assert reduction is not None
+        assert self._manager.reduction is not None
         if not self._ranks.is_local:
             self._manager.gradients.reduce(self._manager.slots)
             self._manager.raw_leases.look_again()
-            if launching.slices is not None:
-                number, weights = reduction.num_backwards, reduction.weigh()
-                share_loss(self._ranks, number, weights, roots, launching.slices)
+            share_loss(self._ranks, self._manager.reduction, roots)
 
     def _make_activations(self, options: Options) -> Activations | None:
         if self._disk is None or options.activations not in ("auto", "disk"):

@@ -15,22 +15,25 @@ from torch import Tensor
 
 from zeepo.engine.managed import plain_torch
 from zeepo.engine.ranks import Ranks
+from zeepo.engine.reduction import Reduction
 from zeepo.engine.sharded import Subject
 from zeepo.errors import RankError
-from zeepo.launch.slices import Slices
+from zeepo.launch import launching
 
 _FACT = "<?d8s"
 
 
-def share_loss(
-    ranks: Ranks, number: int, weights: Sequence[float], roots: Sequence[Tensor], slices: Slices
-) -> None:
-    """After backward `number`: compare the batches, and put the mean where the loss was."""
+def share_loss(ranks: Ranks, reduction: Reduction, roots: Sequence[Tensor]) -> None:
+    """After a backward: compare the batches, and put the mean where the loss was."""
+    slices = launching.slices
+    if slices is None:
+        return
+    weights = reduction.weigh()
     root = roots[0] if len(roots) == 1 and _is_loss(roots[0]) else None
     with torch.no_grad(), plain_torch():
         value = 0.0 if root is None else float(root)
         mine = struct.pack(_FACT, root is not None, value, slices.digest)
-        told = ranks.network.collect(Subject.LOSS, number, mine, "the loss")
+        told = ranks.network.collect(Subject.LOSS, reduction.num_backwards, mine, "the loss")
         facts = [struct.unpack(_FACT, fact) for fact in told]
         _refuse_other_batches([digest for _, _, digest in facts])
         if root is not None and all(has_loss for has_loss, _, _ in facts):

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeepo.config import launched_ranks
+from zeepo.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def join_team(ram_bytes: int | None) -> Team:
     if not dist.is_available():
         return Team()
     if not dist.is_initialized() and launched_ranks(os.environ) > 1:
+        _refuse_half_a_launcher()
         dist.init_process_group("gloo")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Team()
@@ -47,6 +49,17 @@ def join_team(ram_bytes: int | None) -> Team:
     stated: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(stated, ram_bytes, group)
     return Team(dist.get_rank(), weights_of_ram(stated), group)
+
+
+def _refuse_half_a_launcher() -> None:
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that there are several ranks, but "
+            f"{', '.join(missing)} is not set. Start the ranks with a launcher (zeepo run, "
+            "torchrun), or unset WORLD_SIZE."
+        )
 
 
 def weights_of_ram(stated: list[int | None]) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """The picture of docs/how.md: which chunks are in RAM while a real step goes by.
 
-    python -m examples.step_picture docs/step.png
+    python docs/step_picture.py docs/step.png
 
 It trains eight layers at a small budget and looks at the store after each layer's forward and
 backward. The store is not public: this is a look behind the curtain, not a way to use zeepo.
