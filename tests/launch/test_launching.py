@@ -80,7 +80,8 @@ def wait_until_gone(found: list[int], seconds: float) -> float:
 
 # 5 x 16 + 2: the last batch has fewer samples than there are ranks.
 @pytest.mark.parametrize(
-    ("num_ranks", "num_samples"), [(3, 82), pytest.param(4, 82, marks=SLOW), (2, 87)]
+    ("num_ranks", "num_samples"),
+    [(3, 82), pytest.param(4, 82, marks=SLOW), pytest.param(2, 87, marks=SLOW)],
 )
 def test_like_one_process(start, num_ranks: int, num_samples: int) -> None:  # type: ignore[no-untyped-def]
     found = []
@@ -126,6 +127,7 @@ def test_one_traceback_the_right_one(start, tmp_path: Path) -> None:  # type: ig
     assert not list(tmp_path.glob("zeepo-scratch-*"))
 
 
+@SLOW
 def test_the_first_ranks_own_exception(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     process = start(waiting("if rank == 0: raise ValueError('mine')"), "{}")
     found = pids(tmp_path)
@@ -136,6 +138,7 @@ def test_the_first_ranks_own_exception(start, tmp_path: Path) -> None:  # type: 
     wait_until_gone(found, 3.0)
 
 
+@SLOW
 def test_a_rank_that_fails_after_the_end_is_not_lost(start) -> None:  # type: ignore[no-untyped-def]
     text = waiting("break") + "\nif rank == 1: sys.exit(7)\n"
     process = start(text, "{}")
@@ -158,6 +161,7 @@ def test_interrupted(start, tmp_path: Path, whom: str) -> None:  # type: ignore[
     assert not list(tmp_path.glob("zeepo-scratch-*"))
 
 
+@SLOW
 def test_killed(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     process = start(waiting(pause="time.sleep(0.01)"), "{}")
     found = pids(tmp_path)
@@ -184,6 +188,7 @@ def test_a_rank_that_never_comes(start) -> None:  # type: ignore[no-untyped-def]
     assert err.endswith("zeepo: rank 1 failed:\nno licence\n")
 
 
+@SLOW
 def test_a_sampler_of_its_own_randomness_is_found_out(start) -> None:  # type: ignore[no-untyped-def]
     text = TRAINING.replace(
         "shuffle=True", "sampler=sorted(range(num_samples), key=lambda i: os.urandom(4))"
@@ -227,6 +232,7 @@ def test_refused_inside_a_test_run() -> None:
         zeepo.init(num_gpus=2)
 
 
+@SLOW
 def test_under_a_launcher_the_launcher_counts(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """And loaders are left alone: each rank sees all of its own data."""
     script = tmp_path / "script.py"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, Literal
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -66,7 +66,8 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        return _middle([run.seconds for run in self.runs])
+        """The median of the seeds."""
+        return median(run.seconds for run in self.runs)
 
     @property
     def peak_bytes(self) -> int:
@@ -100,8 +101,3 @@ def find_metric(output: str, name: str) -> float | None:
     pattern = rf"(?i)\b{re.escape(name)}\b[^0-9+\-.\n]*({NUMBER}|nan|-?inf)"
     found = re.findall(pattern, output)
     return float(found[-1]) if found else None
-
-
-def _middle(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
