@@ -35,9 +35,9 @@ if sys.argv[1:] == ["--fail"]:
 COMMAND = "import sys; from zeepo.cli import main; sys.exit(main())"
 
 
-def compare(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def compare(folder: Path, *options: str, text: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
-    script.write_text(PROGRAM)
+    script.write_text(text)
     ours = [option for option in options if option != "--fail"]
     theirs = [option for option in options if option == "--fail"]
     return subprocess.run(
@@ -70,6 +70,18 @@ def test_all_ways_give_the_same(tmp_path: Path, ways: str) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"script.py", "compare.json", "compare.png"}
 
 
+@pytest.mark.slow
+def test_a_program_that_does_not_know_zeepo(tmp_path: Path) -> None:
+    text = PROGRAM.replace("with zeepo.init(model, optimizer, stage=1, num_gpus=4):", "if True:")
+    assert text != PROGRAM
+    done = compare(tmp_path, "--seeds=1", "--ways=ddp,stage2", text=text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "compare.json").read_text())["results"]
+    plain, *others = [result["runs"][0]["metric"] for result in found]
+    assert others == pytest.approx([plain, plain], abs=1e-6)
+
+
+@pytest.mark.slow
 def test_seeds_differ_and_repeat(tmp_path: Path) -> None:
     done = compare(tmp_path, "--seeds=2", "--ways=plain")
     assert done.returncode == 0, done.stdout + done.stderr

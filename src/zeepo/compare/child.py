@@ -125,8 +125,11 @@ def _set_up(job: CompareJob) -> None:
 def _override_options(job: CompareJob) -> None:
     """The program's own placement and stage give way to those of the way."""
     init = zeepo.engine.api.init
+    automatic: list[Any] = []
 
     def init_this_way(*args: Any, **options: Any) -> Any:
+        while automatic:
+            automatic.pop().close()
         chosen = {**options, **job.way.options}
         for name in ("num_gpus", "ram", "disk", "params", "grads", "optimizer_state"):
             chosen.pop(name, None)
@@ -137,6 +140,7 @@ def _override_options(job: CompareJob) -> None:
             return init(*args, **chosen)
 
     replace_functions({"init": init_this_way})
+    automatic.append(init_this_way())  # for a program that never calls it
 
 
 def _run_program(job: CompareJob) -> None:

@@ -24,7 +24,21 @@ from zeepo.verify.standin import PlainSession, make_zeepo_do_nothing, replace_fu
 def make_zeepo_ddp() -> None:
     """Replace the functions of `zeepo` in this process."""
     make_zeepo_do_nothing()
-    replace_functions({"init": _init})
+    automatic: list[PlainSession] = []
+    opened: list[PlainSession] = []
+
+    def init(*args: Any, **options: Any) -> PlainSession:
+        while automatic:
+            automatic.pop().close()
+        opened.append(_init(*args, **options))
+        return opened[-1]
+
+    def close() -> None:
+        for session in opened:
+            session.close()
+
+    replace_functions({"init": init, "close": close})
+    automatic.append(init())  # for a program that never calls it
 
 
 def _init(model: Any = None, optimizer: Any = None, **options: Any) -> PlainSession:
@@ -60,6 +74,8 @@ class _ReplicatedSession(PlainSession):
 
     def close(self) -> None:
         if not self.is_closed:
+            if self.hook is not None:
+                self.hook.remove()
             self._ends.remove()
             launching.stop_slicing()
         super().close()
