@@ -19,12 +19,21 @@ def test_every_way_has_its_key() -> None:
         ("loss=-.5, accuracy = 93.4 %", "loss", -0.5),
         ("test loss 3\nvalloss 4", "loss", 3.0),
         ("loss nan", "loss", None),
+        ("loss: nan accuracy: 0.5", "accuracy", 0.5),
+        ("loss: nan accuracy: 0.5", "loss", None),
+        ("loss: inf, best: 2.0", "loss", float("inf")),
+        ("loss at epoch 3: 0.7", "loss", None),
+        ("loss 1,234.5", "loss", 1234.5),
+        ("acc%: 55.0", "acc%", 55.0),
+        ("loss(train): 0.4 loss(val): 0.6", "loss(val)", 0.6),
+        ("loss -> 0.25", "loss", 0.25),
+        ("accuracy ..... 0.9", "accuracy", 0.9),
         ("nothing", "loss", None),
     ],
 )
 def test_the_last_value_counts(output: str, metric: str, expected: float | None) -> None:
     found = find_metric(output, metric)
-    if "nan" in output:
+    if "nan" in output and metric == "loss":
         assert found != found
     else:
         assert found == expected

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import zeepo
 from tests.launch.programs import TRAINING, waiting
@@ -104,6 +105,26 @@ def test_like_one_process(start, num_ranks: int, num_samples: int) -> None:  # t
     assert "share its" in err
 
 
+def test_a_script_that_forgets_to_close(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Rank 0 may still need the others' parameters; and batches may be taken ahead of their use."""
+    loop = """it = iter(loader)
+    ahead = next(it, None)
+    while ahead is not None:
+        (x, y), ahead = ahead, next(it, None)"""
+    text = TRAINING.replace("for x, y in loader:\n        optimizer", loop + "\n        optimizer")
+    assert text != TRAINING
+    end = text.index("with torch.no_grad")
+    text = text[:end] + "import os\nif os.environ.get('RANK', '0') == '0':\n"
+    text += "    time.sleep(1)\n    torch.save(model.state_dict(), f'model{num_ranks}.pt')\n"
+    for num_ranks in (1, 2):
+        process = start(text, str(num_ranks), "87")
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err
+    one, two = (torch.load(tmp_path / f"model{n}.pt") for n in (1, 2))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-5)
+
+
 def test_other_ranks_print_nothing_and_end_with_the_first(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     process = start(waiting("break"), "{}")
     found = pids(tmp_path)
@@ -155,8 +176,8 @@ def test_interrupted(start, tmp_path: Path, whom: str) -> None:  # type: ignore[
     (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
     wait_until_gone(found, 20.0)
     _, err = process.communicate()
-    assert process.returncode in (1, -signal.SIGINT, 130)
-    assert err.count("Traceback (most recent call last)") == 1, err
+    assert process.returncode == -signal.SIGINT
+    assert err.count("Traceback (most recent call last)") <= 1, err
     assert "KeyboardInterrupt" in err
     assert not list(tmp_path.glob("zeepo-scratch-*"))
 

@@ -157,8 +157,8 @@ def _show(results: Sequence[Result], metric: str, console: Console) -> None:
     console.print(
         f"\n{metric}: the last that the first rank printed, the mean over the seeds. Spread: "
         "between the seeds.\nOff plain: the largest difference to plain PyTorch with the same "
-        "seed. Peak: growth of the largest rank\nwhile the program ran. Time: the program "
-        "without imports."
+        "seed. Peak: growth of the largest rank\nwhile the program ran: of a small model most "
+        "is torch and data. Time: the median of the seeds, without torch's import."
     )
 
 
@@ -171,6 +171,7 @@ def _off(result: Result, plain: Result) -> str:
 
 def _keep(results: Sequence[Result], arguments: argparse.Namespace, console: Console) -> None:
     base = Path(arguments.out)
+    base = base.with_suffix("") if base.suffix in (".json", ".png") else base
     report = {
         "script": arguments.script,
         "arguments": arguments.arguments,
@@ -185,7 +186,8 @@ def _keep(results: Sequence[Result], arguments: argparse.Namespace, console: Con
     console.print(escape(f"\nwritten: {data}"))
     picture = base.with_name(base.name + ".png")
     try:
-        title = f"{Path(arguments.script).name}: {arguments.seeds} seeds"
+        seeds = "1 seed" if arguments.seeds == 1 else f"{arguments.seeds} seeds"
+        title = f"{Path(arguments.script).name}: {seeds}, {os.cpu_count()} cores"
         draw(results, arguments.metric, title, picture)
         console.print(escape(f"written: {picture}"))
     except ModuleNotFoundError:

@@ -49,6 +49,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m")
     parser.add_argument(
         "--nproc",
+        "--nproc-per-node",
         metavar="N",
         help="ranks on this host (default: one for each accelerator, 1 without any)",
     )

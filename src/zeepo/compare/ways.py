@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Result:
 
 
 def find_metric(output: str, name: str) -> float | None:
-    """The last number that was printed after the metric's name."""
-    pattern = rf"(?i)\b{re.escape(name)}\b[^0-9+\-.\n]*({NUMBER}|nan|-?inf)"
+    """The last number that was printed right after the metric's name; nan and inf are numbers."""
+    pattern = rf"(?i)(?<!\w){re.escape(name)}(?!\w)[^\w\n]*?({NUMBER}|nan|[-+]?inf)(?!\w)"
     found = re.findall(pattern, output)
-    return float(found[-1]) if found else None
+    return float(found[-1].replace(",", "")) if found else None

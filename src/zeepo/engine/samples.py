@@ -41,9 +41,11 @@ class Samples:
                 self._watch(cls)
 
     def take(self) -> int:
-        """Those of the last batch, or UNKNOWN; whoever sliced the batch knows better."""
-        if launching.slices is not None and launching.slices.num_samples is not None:
-            return launching.slices.num_samples
+        """Those of the last batch, or UNKNOWN. Whoever sliced it knows what only stands in for
+        none, and how many there are where the forward could not be watched."""
+        sliced = None if launching.slices is None else launching.slices.num_samples
+        if sliced is not None and (self._count is None or (sliced, self._count) == (0, 1)):
+            return sliced
         return UNKNOWN if self._count is None else self._count
 
     def stop(self) -> None:

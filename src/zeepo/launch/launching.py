@@ -83,6 +83,7 @@ def _tell_of_other_number(num_ranks: int) -> None:
 
 
 def _start_others(num_ranks: int) -> None:
+    global _others
     command = command_again(num_ranks)
     num_threads = _share_processors(num_ranks)
     store = TCPStore(
@@ -101,8 +102,7 @@ def _start_others(num_ranks: int) -> None:
         "OMP_NUM_THREADS": str(num_threads),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    others = Others()
-    atexit.register(_end_others, others, os.getpid())
+    others = _others = Others()
     for rank in range(1, num_ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), FIRST_VARIABLE: str(os.getpid())}
         others.start(command, FOLDER, common | place)
@@ -171,26 +171,45 @@ def _show_right_exception(others: Others, show: ExceptionHook) -> None:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already, once is enough
             if isinstance(error, RankError) and (blamed := others.blame(BLAME_SECONDS)):
-                rank, text = blamed
-                print(f"zeepo: rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
+                _tell_blamed(*blamed)
                 return
         show(kind, error, trace)
 
     sys.excepthook = show_cause
 
 
+_others: Others | None = None
+_process = os.getpid()
 _has_failed = False
+_is_interrupted = False
 
 
-def _end_others(others: Others, process: int) -> None:
+def _tell_blamed(rank: int, text: str) -> None:
+    global _is_interrupted
+    if text.splitlines()[-1].startswith("KeyboardInterrupt"):  # of all: the others saw it first
+        _is_interrupted = True
+        print("zeepo: interrupted; all ranks end.\nKeyboardInterrupt", file=sys.stderr, flush=True)
+    else:
+        print(f"zeepo: rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
+
+
+@atexit.register  # before the user's: what they do at the end is done when this is called
+def _end_others() -> None:
     """At the end of the program: no rank outlives it, and one that failed is not lost."""
-    if os.getpid() != process:
+    if _others is None or os.getpid() != _process:
         return
-    blamed = None if _has_failed else others.blame(0.0)
-    status = others.end(BAD_END_SECONDS if _has_failed else GOOD_END_SECONDS)
-    if not _has_failed and status:
+    status, blamed = _others.end(BAD_END_SECONDS if _has_failed else GOOD_END_SECONDS)
+    if _is_interrupted:
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(_process, signal.SIGINT)  # the status is that of any interrupted program
+    if _has_failed and getattr(sys, "last_value", None) is None:
+        status, blamed = 1, None  # failed only now, when the session was closed
+    elif _has_failed:
+        return
+    if status:
         if blamed is not None:
-            print(f"zeepo: rank {blamed[0]} failed:\n{blamed[1]}", file=sys.stderr)
+            _tell_blamed(*blamed)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if status > 0 else 128 - status)

@@ -84,13 +84,18 @@ class Others:
             for rank, text in failures.items():
                 if not _is_consequence(text):
                     return rank, text
-            if time.monotonic() > deadline or len(failures) == len(self._others):
+            if time.monotonic() > deadline or not self._alive():
                 return None
             time.sleep(LOOK_SECONDS)
 
-    def end(self, seconds: float) -> int:
-        """Wait so long, then end who is left; the first exit status that is not 0."""
+    def end(self, seconds: float) -> tuple[int, tuple[int, str] | None]:
+        """Wait so long, then end who is left. The first exit status that is not 0, and the rank to
+        blame for it."""
         statuses = self._wait(seconds)
+        blamed = self.blame(0.0)
+        if blamed is None:
+            failures = [(o.rank, text) for o in self._others if (text := o.failure())]
+            blamed = failures[0] if failures else None
         for stop in (signal.SIGTERM, signal.SIGKILL):
             for other in self._alive():
                 with contextlib.suppress(ProcessLookupError):
@@ -102,7 +107,7 @@ class Others:
             other.errors.close()
             other.report.close()
         self._others = []
-        return next((code for code in statuses if code), 0)
+        return next((code for code in statuses if code), 0), blamed
 
     def _alive(self) -> list[_Other]:
         return [other for other in self._others if other.process.poll() is None]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -180,7 +180,7 @@ def _length_of(batch: Any) -> int:
     """How many samples a collated batch has: the first dimension of its first tensor."""
     if isinstance(batch, Tensor) and batch.dim():
         return batch.shape[0]
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (list, tuple)):
         for value in batch:
@@ -193,7 +193,7 @@ def _cut(batch: Any, length: int, part: slice) -> Any:
     """The same structure with a part of its samples."""
     if isinstance(batch, Tensor):
         return batch[part] if batch.dim() and batch.shape[0] == length else batch
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: _cut(value, length, part) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_cut(value, length, part) for value in batch))

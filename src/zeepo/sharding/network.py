@@ -81,6 +81,8 @@ class Network:
         self.asking = Asking(self._links, self.watchdog, self._state, self._counting(received))
         for link in self._links.values():
             link.start()
+        self.at_good_end: Callable[[], None] | None = None
+        """Instead of leaving, when the script ends without an error and the session is open."""
         atexit.register(self._at_exit)
 
     @property
@@ -356,6 +358,12 @@ class Network:
     def _at_exit(self) -> None:
         """The script ends with an open session."""
         error = getattr(sys, "last_value", None)
+        if error is None and self.at_good_end is not None:
+            try:
+                self.at_good_end()
+            except RankError as failure:
+                sys.excepthook(type(failure), failure, failure.__traceback__)
+            return
         how = f"with {_in_words(error)}" if error is not None else "without closing its session"
         self.leave(f"its script ended {how}")
         self.close()
