@@ -125,6 +125,7 @@ def test_a_script_that_forgets_to_close(start, tmp_path: Path) -> None:  # type:
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-5)
 
 
+@SLOW
 def test_other_ranks_print_nothing_and_end_with_the_first(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     process = start(waiting("break"), "{}")
     found = pids(tmp_path)

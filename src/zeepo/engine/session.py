@@ -142,8 +142,7 @@ class Session:
         if team.num_ranks == 1:
             return None
         ranks = Ranks(self._store, self.plan.stage, self._home_tiers(), team)
-        if launching.slices is not None:  # started by a script that may forget to close
-            ranks.network.at_good_end = self.close
+        ranks.network.at_good_end = self.close if launching.slices is not None else None
         ranks.agree_on_model([named for unit in units for named in unit.parameters])
         exchange_legacies(ranks.network, self._disk)
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]

@@ -168,6 +168,8 @@ def _show_right_exception(others: Others, show: ExceptionHook) -> None:
         global _has_failed
         if os.getpid() == process:
             _has_failed = True
+            if isinstance(error, KeyboardInterrupt) and isinstance(error.__context__, RankError):
+                error.__context__ = None  # the others were interrupted too
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already, once is enough
             if isinstance(error, RankError) and (blamed := others.blame(BLAME_SECONDS)):
