@@ -72,9 +72,9 @@ class Trainee:
         ends = self.session._ends_of_backward
         reduce = ends._at_end
 
-        def watched() -> None:
+        def watched(roots: Any) -> None:
             self.at("reduction")
-            reduce()
+            reduce(roots)
 
         ends._at_end = watched
 
