@@ -375,7 +375,6 @@ def launched_ranks(environ: Mapping[str, str], variable: str = "WORLD_SIZE") -> 
 def _refuse_unsupported(options: Options, given: Mapping[str, _Given]) -> None:
     """Refuse by name what a later version will do. A feature that arrives removes its line."""
     unsupported: dict[str, tuple[bool, str]] = {
-        "update": (options.update != "step", "Use update='step'"),
         "durable": (options.durable, "Use durable=False and save checkpoints yourself"),
         "resume": (options.resume is not None, "Leave resume out"),
         "precision": (options.precision is not None, "Leave precision out and cast the model"),

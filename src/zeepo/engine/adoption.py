@@ -18,12 +18,14 @@ from zeepo.chunks.storages import address, num_users
 from zeepo.config import Options
 from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.managed import ManagedTensor, home_of, mark_ordinary, storage_of
+from zeepo.engine.manager import Manager
 from zeepo.engine.ranks import choose_stage
 from zeepo.engine.reduction import MOST_ASKED
 from zeepo.engine.regions import largest_region_bytes
 from zeepo.engine.team import Team
 from zeepo.engine.tuning import tuning
 from zeepo.errors import ConfigError, UnsupportedError
+from zeepo.memory.heap import give_back_free_memory
 from zeepo.optim.catalogue import grain_of, num_states_of, num_temporaries_of
 from zeepo.planner.machine import available_ram_bytes
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
@@ -121,6 +123,22 @@ def split_by_trainable(unit: Unit) -> list[tuple[str, list[tuple[str, nn.Paramet
     if frozen:
         chunks.append((unit.name + " (frozen)" if trainable else unit.name, frozen))
     return chunks
+
+
+def adopt_units(manager: Manager, units: Sequence[Unit]) -> None:
+    """Take over all parameters, also those that were built inside `zeepo.lazy`."""
+    everything = [p for unit in units for _, p in unit.parameters]
+    aliases = find_aliases(everything)
+    lazies = lazy_managers(everything)
+    for lazy in lazies:
+        lazy.evict_all()
+    for unit in units:
+        for label, parameters in split_by_trainable(unit):
+            manager.adopt_chunk(label, parameters)
+    manager.adopt_aliases(aliases)
+    for lazy in lazies:
+        lazy.close_if_empty()
+    give_back_free_memory()
 
 
 def find_aliases(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Parameter]]:

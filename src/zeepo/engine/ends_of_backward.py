@@ -27,6 +27,11 @@ class EndsOfBackward:
         self._depth = 0
         self._original: Any = None
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether a backward runs inside another (reentrant checkpointing)."""
+        return self._depth > 1
+
     def install(self) -> None:
         self._original = original = _AUTOGRAD._engine_run_backward
         process = os.getpid()

@@ -45,6 +45,16 @@ class Gradients:
         self._reduction: Reduction | None = None
         self._unwanted: dict[int, list[Tensor]] = {}
         """GRAD chunk -> what was dropped while an update of the chunk waits that may need it."""
+        self.on_arrival: Callable[[Home], None] | None = None
+        """Told when autograd has accumulated into a parameter and its slot has the sum."""
+        self.check: Callable[[Home], None] | None = None
+        """Asked before the user gets at a gradient."""
+
+    def take_over(self, home: Home) -> None:
+        """Autograd has accumulated into a parameter."""
+        self.absorb(home)
+        if self.on_arrival is not None:
+            self.on_arrival(home)
 
     def absorb(self, home: Home) -> None:
         """Move what autograd left on the parameter into its slot."""
@@ -164,6 +174,12 @@ class Gradients:
 
     def read(self, home: Home) -> Tensor | None:
         """What `p.grad` is."""
+        if self.check is not None:
+            self.check(home)
+        return self.held(home)
+
+    def held(self, home: Home) -> Tensor | None:
+        """The gradient there is, wherever it is."""
         assert home.parameter is not None
         self.absorb(home)
         if home.contribution is not None:
@@ -175,6 +191,8 @@ class Gradients:
     def write(self, home: Home, value: Tensor | None) -> None:
         """`p.grad = value`."""
         assert home.parameter is not None
+        if self.check is not None:
+            self.check(home)
         if value is not None and value is home.grad:
             return
         if value is not None and home_of(value) is not None:

@@ -178,7 +178,7 @@ class Manager:
         def take_over(_: Tensor) -> None:
             target = reference()
             if target is not None and target.manager is not None:
-                self.gradients.absorb(target)
+                self.gradients.take_over(target)
 
         with plain_torch():
             handle = p.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]

@@ -19,18 +19,17 @@ from zeepo.chunks.wholes import drop_parts
 from zeepo.config import Options, resolve_options
 from zeepo.engine.activations import Activations
 from zeepo.engine.adoption import (
-    find_aliases,
+    adopt_units,
     find_all_units,
     make_leftovers_ordinary,
     refuse_unmanageable,
-    split_by_trainable,
 )
 from zeepo.engine.allowance import Allowance
+from zeepo.engine.backward_updates import BackwardUpdates
 from zeepo.engine.closing import Closing
 from zeepo.engine.ends_of_backward import EndsOfBackward
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
-from zeepo.engine.lazy import lazy_managers
 from zeepo.engine.legacies import exchange_legacies
 from zeepo.engine.manager import Manager
 from zeepo.engine.ranks import Ranks
@@ -52,7 +51,6 @@ from zeepo.errors import (
 )
 from zeepo.launch import launching
 from zeepo.memory.disk_tier import DiskTier
-from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.reclaimable import ReclaimableSpace
@@ -110,18 +108,22 @@ class Session:
         self._late_names = (f"late{number}" for number in itertools.count())
         self._steps: list[OptimizerStep] = []
         self._interceptions: list[StepInterception] = []
+        self._backward_updates: BackwardUpdates | None = None
         self._activations = self._make_activations(options)
         if self._disk is not None:
             self._allowance.follow(self._store, self._activations)
         self._regions = Regions(self._manager, self._activations, self._allowance.stop_watching)
         self._recompute = Recompute()
         try:
-            self._adopt_units(units)
+            adopt_units(self._manager, units)
             if self._ranks is not None:
                 self._ends_of_backward.install()
                 self._samples.watch(self._models if options.weigh_samples else [])
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
+            if options.update == "backward":
+                self._backward_updates = BackwardUpdates(self._manager, self._steps)
+                self._backward_updates.install()
             self._regions.install(self._models)
             if options.activations == "recompute":
                 self._recompute.install(self._models)
@@ -180,20 +182,6 @@ class Session:
             Kind.GRAD: self._disk if where["grads"] == "disk" else None,
             Kind.STATE: self._disk if where["optimizer_state"] == "disk" else None,
         }
-
-    def _adopt_units(self, units: Sequence[Unit]) -> None:
-        everything = [p for unit in units for _, p in unit.parameters]
-        aliases = find_aliases(everything)
-        lazies = lazy_managers(everything)
-        for lazy in lazies:
-            lazy.evict_all()
-        for unit in units:
-            for label, parameters in split_by_trainable(unit):
-                self._manager.adopt_chunk(label, parameters)
-        self._manager.adopt_aliases(aliases)
-        for lazy in lazies:
-            lazy.close_if_empty()
-        give_back_free_memory()
 
     def _take_optimizer(self, optimizer: Optimizer) -> None:
         label = f"optimizer{len(self._steps)}" if len(self._optimizers) > 1 else "optimizer"
@@ -263,9 +251,16 @@ class Session:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients are added up on each rank; the next backward outside reduces the sum."""
+        """Gradients are added up on each rank; the next backward outside reduces the sum.
+
+        With update="backward": nothing is updated inside, the next backward outside does it.
+        """
         self._check_open("no_sync")
-        with self._ranks.local() if self._ranks is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._ranks is not None:
+                stack.enter_context(self._ranks.local())
+            if self._backward_updates is not None:
+                stack.enter_context(self._backward_updates.accumulating())
             yield
 
     def resize(self, *, ram: int | str) -> None:
@@ -365,6 +360,8 @@ class Session:
             raise failure
 
     def _tear_down(self) -> None:
+        if self._backward_updates is not None:
+            self._backward_updates.remove()
         for interception in self._interceptions:
             interception.remove()
         self._recompute.remove()

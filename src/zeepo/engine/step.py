@@ -65,6 +65,10 @@ class OptimizerStep:
         self._put_off: dict[int, ChunkUpdate] = {}
         """PARAM chunk -> its update, which waits for the chunk's next use."""
         self._entries: dict[Tensor, State] = {}
+        self._group_of: dict[int, int] = {}
+        """id(parameter) -> its group, for updates before the step."""
+        self.before_run: Callable[[Recipe], None] | None = None
+        """Told what this step will do, when parts of it were done in backward already."""
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -78,8 +82,10 @@ class OptimizerStep:
             self._manager.reduction.refuse_unreduced()
             self._manager.raw_leases.end_all()
             self._manager.raw_leases.settle()
-        by_chunk, odd = self._collect()
         recipe = take_recipe(self.optimizer)
+        if self.before_run is not None:
+            self.before_run(recipe)
+        by_chunk, odd = self._collect()
         if ranks is not None:
             names = [t.home.name for targets in by_chunk.values() for t in targets]
             ranks.begin_step(ranks.step_facts.encode(self._label, recipe.groups, names))
@@ -96,6 +102,27 @@ class OptimizerStep:
         for home, group in odd:
             self._update_with_odd_gradient(recipe, home, group)
         self._publish_entries()
+
+    def fix_recipe(self) -> Recipe:
+        """What the step of this backward will do, for `update_now`."""
+        groups = enumerate(self.optimizer.param_groups)
+        self._group_of = {id(p): index for index, group in groups for p in group["params"]}
+        return take_recipe(self.optimizer)
+
+    @torch.no_grad()
+    def update_now(self, recipe: Recipe, chunk: Chunk, homes: Sequence[Home]) -> list[Home]:
+        """Update one chunk before the step; returns whose gradients that used up."""
+        targets = []
+        for home in homes:
+            group, grad_home = self._group_of.get(id(home.parameter)), home_of(home.grad)
+            if group is not None and grad_home is not None:
+                targets.append(Target(home, group, grad_home, self._entry(home)))
+            elif home.parameter is not None and read_autograd_grad(home.parameter) is not None:
+                return []  # sparse, or with a graph: step() sees to it
+        if targets:
+            with ordinary_context():
+                self._make_update(recipe, chunk, targets).run()
+        return [target.home for target in targets]
 
     def _update_with_ranks(self, ranks: Ranks, updates: Sequence[ChunkUpdate]) -> None:
         """Each rank updates what it owns; whole parameters then get the others' parts.
@@ -122,7 +149,6 @@ class OptimizerStep:
 
     def _collect(self) -> tuple[dict[Chunk, list[Target]], list[tuple[Home, int]]]:
         """Parameters with a gradient: by chunk; and those whose gradient is not in a slot."""
-        self._entries = {}
         self._adopt([p for group in self.optimizer.param_groups for p in group["params"]])
         by_chunk: dict[Chunk, list[Target]] = {}
         odd: list[tuple[Home, int]] = []
@@ -130,7 +156,7 @@ class OptimizerStep:
             for p in group["params"]:
                 home = self._manager.home(p)
                 assert home is not None
-                grad = self._manager.read_grad(home)
+                grad = self._manager.gradients.held(home)
                 grad_home = home_of(grad)
                 if grad_home is not None:
                     target = Target(home, group_index, grad_home, self._entry(home))

@@ -37,6 +37,10 @@ class Recipe:
     groups: tuple[Mapping[str, Any], ...]
     """Hyperparameters of each group, without its parameters."""
 
+    def is_same_as(self, other: Recipe) -> bool:
+        """Whether both have the same hyperparameters."""
+        return _is_same(self.groups, other.groups)
+
     def run_on(
         self, tensors: Mapping[int, list[Tensor]], state: Mapping[Tensor, State]
     ) -> dict[Tensor, State]:
@@ -73,3 +77,13 @@ def _fixed_value(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_fixed_value, value))
     return _fixed(value) if type(value) is dict else value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and bool((a == b).all())
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return bool(a == b)

@@ -1,0 +1,190 @@
+"""`update="backward"`: a chunk is updated as soon as backward has made its last gradient.
+
+Its gradients then leave at once, so there are never more of them than one chunk's and what the
+chunks after it are about to get. The numbers are those of `optimizer.step()`: hyperparameters are
+fixed at the first update of a backward, and a program that would have computed something else is
+refused, by name and before a wrong value is used:
+
+- a weight that is needed again after its update, by a later node of the same backward;
+- a second gradient of a parameter that was updated already (accumulation is declared by
+  `session.no_sync()`, in which nothing is updated);
+- gradients that are read, clipped or cleared before the step: they are gone;
+- hyperparameters that change between backward and step.
+
+[Note: final gradients] A gradient is final when autograd has accumulated into the parameter as
+often as in the last backward; in the first one, once, unless a nested backward did it (reentrant
+checkpointing), after which more may come. A chunk is updated when all its trainable parameters
+have their final gradients; what never gets there is left to `step()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from zeepo.chunks.chunk import Chunk
+from zeepo.engine.ends_of_backward import EndsOfBackward
+from zeepo.engine.managed import Home
+from zeepo.engine.manager import Manager
+from zeepo.engine.step import OptimizerStep
+from zeepo.errors import SessionError, UnsupportedError
+from zeepo.optim.catalogue import Grain
+from zeepo.optim.shadow import Recipe
+
+
+class BackwardUpdates:
+    """Watches gradients arrive and updates the chunks they complete."""
+
+    def __init__(self, manager: Manager, steps: Sequence[OptimizerStep]):
+        _refuse_what_cannot_be(manager, steps)
+        self._manager = manager
+        self._step = steps[0]
+        self._ends = EndsOfBackward(self._begin, self._end)
+        self._is_accumulating = False
+        """Inside `no_sync`: gradients add up, and another backward will come."""
+        self._expected: Counter[int] = Counter()
+        """id(home) -> how often autograd accumulated into the parameter in the last backward."""
+        self._seen: Counter[int] = Counter()
+        """The same of this backward, so far."""
+        self._recipe: Recipe | None = None
+        """What the updates of this step were made with; None before the first."""
+        self._updated: dict[int, Chunk] = {}
+        """PARAM chunks that were updated and whose step() has not come yet."""
+        self._consumed: set[int] = set()
+        """id(home) of every parameter that was updated before its step()."""
+
+    def install(self) -> None:
+        self._ends.install()
+        self._manager.gradients.on_arrival = self._arrived
+        self._manager.gradients.check = self._refuse_if_consumed
+        self._step.before_run = self._begin_step
+
+    def remove(self) -> None:
+        self._ends.remove()
+        self._manager.gradients.on_arrival = self._manager.gradients.check = None
+        self._step.before_run = None
+        self._let_go()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """`session.no_sync()`: another backward will come before the step."""
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._consumed:
+            raise SessionError(
+                "a second backward() without optimizer.step(): with update='backward' the first "
+                f"one has updated {len(self._updated)} units already. Accumulate by "
+                "`with session.no_sync(): loss.backward()` for all but the last micro-batch, or "
+                "use update='step'."
+            )
+        self._seen.clear()
+
+    def _arrived(self, home: Home) -> None:
+        """Autograd has accumulated into a parameter, and its slot holds the sum."""
+        if self._is_accumulating:
+            return
+        if id(home) in self._consumed:
+            raise SessionError(
+                f"{home.name} got another gradient after it was updated: with update='backward' "
+                "each parameter must have its gradient when backward leaves it (reentrant "
+                "checkpointing of a shared weight does not). Its values are neither those before "
+                "the step nor those after it: go on from the last checkpoint with update='step'."
+            )
+        self._seen[id(home)] += 1
+        if self._ends.is_nested and not self._expected[id(home)]:
+            self._expected[id(home)] = 1 << 30  # not known: only step() can be sure
+        homes = self._manager.slots[home.chunk.key]
+        if all(self._is_final(h) for h in homes):
+            self._update(home.chunk, homes)
+
+    def _is_final(self, home: Home) -> bool:
+        """[Note: final gradients]"""
+        assert home.parameter is not None
+        is_trained = home.parameter.requires_grad
+        return not is_trained or self._seen[id(home)] >= max(1, self._expected[id(home)])
+
+    def _update(self, chunk: Chunk, homes: Sequence[Home]) -> None:
+        if self._recipe is None:
+            self._recipe = self._step.fix_recipe()
+        updated = self._step.update_now(self._recipe, chunk, homes)
+        if not updated:
+            return
+        self._consumed.update(map(id, updated))
+        self._updated[chunk.key] = chunk
+        for home in updated:
+            self._manager.gradients.drop(home)
+        chunk.before_use = lambda: self._refuse_use(chunk)
+
+    @staticmethod
+    def _refuse_use(chunk: Chunk) -> None:
+        """Between a chunk's update and the end of backward its old values would be needed."""
+        if torch._C._current_graph_task_id() != -1:
+            raise SessionError(
+                f"{chunk.label} is used in backward after it was updated: its weights are needed "
+                "by a part of the graph that gives them no gradient (a detached or frozen use, a "
+                "recomputed forward). Its old values are gone: go on from the last checkpoint "
+                "with update='step'."
+            )
+
+    def _end(self, _: Sequence[Tensor]) -> None:
+        if not self._is_accumulating:
+            self._expected = Counter(self._seen)
+        for chunk in self._updated.values():
+            chunk.before_use = None
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def _begin_step(self, recipe: Recipe) -> None:
+        """`optimizer.step()`: the updates that were made are the ones it would have made."""
+        if self._recipe is not None and not self._recipe.is_same_as(recipe):
+            raise SessionError(
+                "the optimizer's hyperparameters changed between backward() and step(): with "
+                "update='backward' the parameters were updated with the former ones. Change them "
+                "(or step the scheduler) after optimizer.step(), or use update='step'."
+            )
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for chunk in self._updated.values():
+            chunk.before_use = None
+        self._updated.clear()
+        self._consumed.clear()
+        self._recipe = None
+
+    def _refuse_if_consumed(self, home: Home) -> None:
+        """Somebody asks for a gradient between backward and step."""
+        if id(home) in self._consumed:
+            raise SessionError(
+                f"the gradient of {home.name} is gone: with update='backward' the parameter was "
+                "updated with it before backward() ended. Whoever reads, clips, unscales or "
+                "clears gradients before optimizer.step() needs update='step'."
+            )
+
+
+def _refuse_what_cannot_be(manager: Manager, steps: Sequence[OptimizerStep]) -> None:
+    if manager.ranks is not None:
+        raise UnsupportedError(
+            "update='backward' works on one rank in this version. Use update='step'."
+        )
+    if len(steps) != 1:
+        raise UnsupportedError(
+            f"update='backward' needs exactly one optimizer, and there are {len(steps)}: backward "
+            "cannot tell which of them will step. Use update='step'."
+        )
+    if steps[0].grain is Grain.WHOLE:
+        kind = type(steps[0].optimizer).__name__
+        raise UnsupportedError(
+            f"update='backward' cannot take {kind} apart: it runs its own step() on all "
+            "parameters. Use update='step', or an optimizer of torch.optim."
+        )

@@ -1,0 +1,166 @@
+"""update="backward": what it holds, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeepo
+from zeepo.errors import SessionError, UnsupportedError
+
+WIDTH = 40
+NUM_LAYERS = 6
+UNIT_BYTES = (WIDTH * WIDTH + WIDTH) * 4
+
+
+def make(**options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return model(x).square().mean()
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Any:
+    model, optimizer = make()
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, update="backward") as session:
+        yield model, optimizer, session
+
+
+def test_gradients_leave_while_backward_runs(opened: Any) -> None:
+    """When backward is at the first layer, the others' gradients are gone."""
+    model, optimizer, session = opened
+    held: list[int] = []
+
+    def look(_: torch.Tensor) -> None:
+        held.append(session.stats()["bytes_by_tag"].get("grads", 0))
+
+    for step in range(3):
+        loss = loss_of(model, step)
+        model[0].weight.register_hook(look)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(held) <= 2 * UNIT_BYTES
+
+
+def test_values_are_new_before_the_step(opened: Any) -> None:
+    model, optimizer, _ = opened
+    before = model[0].weight.detach().clone()
+    loss_of(model).backward()
+    assert not torch.equal(model[0].weight, before)
+    optimizer.step()
+
+
+def test_accumulation_is_declared(tmp_path: Path) -> None:
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, update="backward") as session:
+        for step in range(3):
+            for micro in range(3):
+                loss_of(plain, step * 3 + micro).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            with session.no_sync():
+                loss_of(model, step * 3).backward()
+                loss_of(model, step * 3 + 1).backward()
+            loss_of(model, step * 3 + 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_undeclared_accumulation_is_refused(opened: Any) -> None:
+    model, _, _ = opened
+    loss_of(model).backward()
+    with pytest.raises(SessionError, match=r"second backward.*no_sync"):
+        loss_of(model).backward()
+
+
+def _clip(model: nn.Sequential, _: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _read(model: nn.Sequential, _: torch.optim.Optimizer) -> None:
+    model[2].weight.grad.sum()
+
+
+def _zero(_: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def _write(model: nn.Sequential, _: torch.optim.Optimizer) -> None:
+    model[2].weight.grad = torch.zeros(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("use", [_clip, _read, _zero, _write])
+def test_gradients_are_gone_before_the_step(opened: Any, use: Any) -> None:
+    model, optimizer, _ = opened
+    loss_of(model).backward()
+    with pytest.raises(SessionError, match=r"gradient of .* is gone"):
+        use(model, optimizer)
+
+
+def test_changed_learning_rate_is_refused(opened: Any) -> None:
+    model, optimizer, _ = opened
+    loss_of(model).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(SessionError, match="hyperparameters changed"):
+        optimizer.step()
+
+
+def test_weight_needed_after_its_update_is_refused(tmp_path: Path) -> None:
+    """The first layer's output also goes through the last weight, without a gradient for it."""
+    model, optimizer = make()
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, update="backward"):
+        x = torch.randn(5, WIDTH)
+        first = model[0](x)
+        borrowed = nn.functional.linear(first, model[-1].weight.detach())
+        with pytest.raises(SessionError, match="used in backward after it was updated"):
+            model[1:](first).add(borrowed).square().mean().backward()
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    one, two = make(), make()
+    with pytest.raises(UnsupportedError, match="exactly one optimizer"):
+        zeepo.init([one[0], two[0]], [one[1], two[1]], ram="1GiB", disk=tmp_path, update="backward")
+    loss_of(one[0]).backward()  # nothing is left managed
+
+
+def test_unknown_optimizer_is_refused(tmp_path: Path) -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    model, _ = make()
+    with pytest.raises(UnsupportedError, match="cannot take Own apart"):
+        zeepo.init(model, Own(model.parameters()), ram="1GiB", disk=tmp_path, update="backward")
+
+
+def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
+    """What gets no gradient keeps its value; its unit is left to step()."""
+    runs = []
+    for managed in (False, True):
+        model, optimizer = make()
+        model[1].weight.requires_grad_(False)
+        model[3].bias.requires_grad_(False)
+        session = None
+        if managed:
+            session = zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, update="backward")
+        for step in range(4):
+            layers = model if step % 2 else model[:-1]
+            loss_of(layers, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session is not None:
+            session.close()
+        runs.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
