@@ -1,0 +1,251 @@
+"""How much of plain PyTorch's speed is left when the training state is offloaded?
+
+Practicality is the time of a step in memory over the time of the same step offloaded. Plain
+PyTorch (fused AdamW) and zeepo train the same GPT on the same batches in one process, in turns of a
+few steps; the first steps of a turn do not count, because they meet what the other left behind. The
+figure is the median over turns. Losses must be equal bit for bit.
+
+Exposed time is what a step takes beyond its largest part alone: the plain step (compute), or the
+bytes that zeepo moved in each direction at the speed of the disk tier alone, measured here too.
+
+    python benchmarks/practicality.py --disk DIRECTORY [--tokens 256,1024] [--ways disk,backward]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import reporting
+import torch
+from gpt import GPT, GPTConfig
+
+import zeepo
+from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.ledger import Ledger
+from zeepo.memory.pool import BufferPool
+
+LARGE = GPTConfig(num_layers=24, width=1024, num_heads=16, sequence=256, checkpointing=True)
+SHORT = GPTConfig(num_layers=4, width=256, num_heads=4, sequence=64, checkpointing=True)
+ON_DISK = {"params": "disk", "grads": "disk", "optimizer_state": "disk"}
+WAYS: dict[str, dict[str, Any]] = {
+    "ram": dict.fromkeys(ON_DISK, "ram"),
+    "disk": {**ON_DISK, "update": "step"},
+    "backward": {**ON_DISK, "update": "backward"},
+}
+"""Where everything is; `backward` is on disk too, and updates while backward runs."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How plain and zeepo take turns."""
+
+    num_turns: int
+    num_steps: int
+    num_skipped: int
+    """Steps at the beginning of a turn that do not count."""
+    num_warm_up: int
+    """Turns that do not count."""
+
+
+class Trainer:
+    """One model with its optimizer, trained step by step."""
+
+    def __init__(self, config: GPTConfig):
+        torch.manual_seed(0)
+        self.model = GPT(config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        self.losses: list[float] = []
+
+    def turn(self, batches: torch.Tensor, num_skipped: int) -> float:
+        """Train on each batch; seconds of a counted step."""
+        started = time.perf_counter()
+        for number, batch in enumerate(batches):
+            if number == num_skipped:
+                started = time.perf_counter()
+            loss = self.model(batch[:, :-1], batch[:, 1:])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return (time.perf_counter() - started) / (len(batches) - num_skipped)
+
+
+def compare(
+    config: GPTConfig, num_sequences: int, turns: Turns, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Train plainly and under zeepo in turns."""
+    plain, managed = Trainer(config), Trainer(config)
+    with zeepo.init(managed.model, managed.optimizer, **options) as session:
+        generator = torch.Generator().manual_seed(1)
+        pairs: list[tuple[float, float]] = []
+        moved: list[dict[str, float]] = []
+        for number in range(turns.num_turns):
+            shape = (turns.num_steps, num_sequences, config.sequence + 1)
+            batches = torch.randint(config.vocabulary, shape, generator=generator)
+            plain_seconds = plain.turn(batches, turns.num_skipped) if number % 2 else 0.0
+            before = session.stats()
+            zeepo_seconds = managed.turn(batches, turns.num_skipped)
+            after = session.stats()
+            if not number % 2:
+                plain_seconds = plain.turn(batches, turns.num_skipped)
+            pairs.append((plain_seconds, zeepo_seconds))
+            moved.append(_per_step(before, after, turns.num_steps))
+            print(
+                f"  turn {number}: plain {plain_seconds:6.2f} s  zeepo {zeepo_seconds:6.2f} s  "
+                f"{plain_seconds / zeepo_seconds:.3f}  waited {moved[-1]['seconds_waited']:.2f} s  "
+                f"{'same losses' if plain.losses == managed.losses else 'LOSSES DIFFER'}",
+                flush=True,
+            )
+        minimum_ram = session.plan.minimum_ram
+    counted = pairs[turns.num_warm_up :]
+    ratios = [a / b for a, b in counted]
+    return {
+        "plain_seconds": statistics.median(a for a, _ in counted),
+        "zeepo_seconds": statistics.median(b for _, b in counted),
+        "practicality": statistics.median(ratios),
+        "practicalities": ratios,
+        "per_step": moved[-1],
+        "turns": asdict(turns),
+        "losses_bit_equal": plain.losses == managed.losses,
+        "minimum_ram": minimum_ram,
+    }
+
+
+def _per_step(before: Any, after: Any, num_steps: int) -> dict[str, float]:
+    moved = {
+        edge: (after["bytes_moved"][edge] - before["bytes_moved"][edge]) / num_steps
+        for edge in ("disk->ram", "ram->disk")
+    }
+    waited = (after["seconds_waited"] - before["seconds_waited"]) / num_steps
+    return {**moved, "seconds_waited": waited}
+
+
+def link_speeds(disk: Path, total_bytes: int) -> dict[str, float]:
+    """Bytes per second of the disk tier alone, with its checksums, in each direction."""
+    num_extents = 16
+    extent_bytes = total_bytes // num_extents
+    pool = BufferPool(Ledger("ram", total_bytes + (64 << 20)))
+    tier = DiskTier([disk], pool=pool)
+    try:
+        extents = [tier.allocate(f"extent{i}", extent_bytes) for i in range(num_extents)]
+        buffers = [pool.acquire(extent_bytes, "benchmark") for _ in extents]
+        for buffer in buffers:
+            torch.frombuffer(buffer.memory, dtype=torch.uint8).random_()
+        seconds: dict[str, list[float]] = {"ram->disk": [], "disk->ram": []}
+        for _ in range(4):  # the first write allocates its blocks
+            for edge, move in (("ram->disk", tier.write), ("disk->ram", tier.read)):
+                started = time.perf_counter()
+                futures = [
+                    move(e, [(0, b.memory)]) if edge == "ram->disk" else move(e, b.memory)  # type: ignore[operator]
+                    for e, b in zip(extents, buffers, strict=True)
+                ]
+                for future in futures:
+                    future.result()
+                seconds[edge].append(time.perf_counter() - started)
+        return {edge: total_bytes / min(times[1:]) for edge, times in seconds.items()}
+    finally:
+        tier.close()
+
+
+def exposed(result: Mapping[str, Any], speeds: Mapping[str, float]) -> dict[str, float]:
+    """What of a step nothing alone explains."""
+    alone = {edge: result["per_step"][edge] / speed for edge, speed in speeds.items()}
+    alone["compute"] = result["plain_seconds"]
+    seconds = max(0.0, result["zeepo_seconds"] - max(alone.values()))
+    return {
+        **{f"{name}_alone_seconds": value for name, value in alone.items()},
+        "exposed_seconds": seconds,
+        "exposed_share": seconds / result["zeepo_seconds"],
+    }
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    reporting.add_arguments(parser)
+    parser.add_argument("--disk", default=None)
+    parser.add_argument("--ram", default="1.5GiB", help="budget of the runs on disk")
+    parser.add_argument("--tokens", default="256,1024", help="per step")
+    parser.add_argument("--ways", default="ram,disk,backward", help=", ".join(WAYS))
+    parser.add_argument("--turns", type=int, default=6)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = _parse()
+    reporting.warn_of_load()
+    config = SHORT if args.short else LARGE
+    tokens = [config.sequence] if args.short else [int(count) for count in args.tokens.split(",")]
+    report = reporting.new_report(
+        "practicality of offload: time of a step in memory / of the same step offloaded",
+        model=asdict(config),
+        ram=args.ram,
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        runs=[],
+    )
+    path = reporting.result_path("practicality", is_short=args.short, given=args.result)
+    with tempfile.TemporaryDirectory(dir=args.disk) as disk:
+        report["link_bytes_per_second"] = speeds = link_speeds(Path(disk), 1 << 30)
+        print({edge: f"{speed / 1e9:.2f} GB/s" for edge, speed in speeds.items()})
+        for count in tokens:
+            for way in args.ways.split(","):
+                print(f"{way}, {count} tokens a step", flush=True)
+                options = dict(WAYS[way])
+                if way != "ram":
+                    options |= {"ram": args.ram, "disk": disk}
+                turns = Turns(3 if args.short else args.turns, 4, 1, 1)
+                if count >= 1024:
+                    turns = Turns(args.turns - 1, 3, 1, 1)
+                result = compare(config, count // config.sequence, turns, options)
+                result |= {"way": way, "tokens": count, **exposed(result, speeds)}
+                report["runs"].append(result)
+                reporting.write(report, path)
+    _show(report, path)
+
+
+def _show(report: Mapping[str, Any], path: Path) -> None:
+    rows = [
+        (
+            run["way"],
+            run["tokens"],
+            f"{run['plain_seconds']:.2f}",
+            f"{run['zeepo_seconds']:.2f}",
+            reporting.median_and_spread(run["practicalities"], 3),
+            f"{run['per_step']['disk->ram'] / 1e9:.2f}",
+            f"{run['per_step']['ram->disk'] / 1e9:.2f}",
+            f"{100 * run['exposed_share']:.1f} %",
+            "yes" if run["losses_bit_equal"] else "NO",
+        )
+        for run in report["runs"]
+    ]
+    heads = (
+        "way", "tokens", "plain s", "zeepo s", "practicality", "GB read", "GB written", "exposed",
+        "same losses",
+    )  # fmt: skip
+    reporting.print_table(str(report["question"]), heads, rows)
+    _plot(report, path)
+
+
+def _plot(report: Mapping[str, Any], path: Path) -> None:
+    figure, axes = reporting.new_plot()
+    for way in dict.fromkeys(run["way"] for run in report["runs"]):
+        runs = sorted((r for r in report["runs"] if r["way"] == way), key=lambda r: r["tokens"])
+        axes.plot([r["tokens"] for r in runs], [r["practicality"] for r in runs], "o-", label=way)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens a step")
+    axes.set_ylabel("practicality (1 = as fast as plain PyTorch)")
+    axes.set_ylim(0, 1.1)
+    axes.legend()
+    reporting.save_plot(figure, report, path)
+
+
+if __name__ == "__main__":
+    main()
