@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from zeepo.chunks.chunk import Kind
 from zeepo.chunks.layout import pack
 from zeepo.chunks.storages import address, num_users
 from zeepo.config import Options
@@ -26,6 +27,7 @@ from zeepo.engine.team import Team
 from zeepo.engine.tuning import tuning
 from zeepo.errors import ConfigError, UnsupportedError
 from zeepo.memory.heap import give_back_free_memory
+from zeepo.memory.tier import Tier
 from zeepo.optim.catalogue import grain_of, num_states_of, num_temporaries_of
 from zeepo.planner.machine import available_ram_bytes
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
@@ -123,6 +125,16 @@ def split_by_trainable(unit: Unit) -> list[tuple[str, list[tuple[str, nn.Paramet
     if frozen:
         chunks.append((unit.name + " (frozen)" if trainable else unit.name, frozen))
     return chunks
+
+
+def home_tiers(plan: Plan, disk: Tier | None) -> dict[Kind, Tier | None]:
+    """Where each kind rests; None: in RAM."""
+    where = plan.placement
+    return {
+        Kind.PARAM: disk if where["params"] == "disk" else None,
+        Kind.GRAD: disk if where["grads"] == "disk" else None,
+        Kind.STATE: disk if where["optimizer_state"] == "disk" else None,
+    }
 
 
 def adopt_units(manager: Manager, units: Sequence[Unit]) -> None:

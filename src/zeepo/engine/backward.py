@@ -26,6 +26,7 @@ from zeepo.chunks.storages import address
 from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import storage_of
 from zeepo.engine.saved import Handle, Weight
+from zeepo.engine.turns import Turns
 from zeepo.sabotage import sabotaged
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -41,6 +42,8 @@ class NodeLeases:
         self._by_storage = by_storage
         self._held: list[tuple[int, _NodeLease]] = []
         """With the thread whose backward holds it."""
+        self.turns: Turns | None = None
+        """Who runs, while several micro-batches pass the units together."""
 
     def attach(self, node: Any, chunks: Sequence[Chunk], coming_bytes: int = 0) -> _NodeLease:
         lease = _NodeLease(self, tuple(chunks), coming_bytes)
@@ -73,7 +76,15 @@ class NodeLeases:
             if saved or coming_bytes:
                 self.attach(node, saved, coming_bytes)
 
+    def before_function(self, chunks: Sequence[Chunk]) -> None:
+        """A function outside backward, or recomputed inside it, is about to use chunks."""
+        if self.turns is not None:
+            self.turns.about_to_use(chunks)
+        self.give_back_stale()
+
     def enter(self, lease: _NodeLease) -> None:
+        if self.turns is not None:
+            self.turns.about_to_use(lease.chunks)
         self._store.lease(lease.chunks)
         self._held.append((get_ident(), lease))
         lease.first_node = torch._C._autograd._get_sequence_nr()

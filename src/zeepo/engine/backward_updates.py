@@ -44,7 +44,7 @@ class BackwardUpdates:
         self._manager = manager
         self._step = steps[0]
         self._ends = EndsOfBackward(self._begin, self._end)
-        self._is_accumulating = False
+        self._no_sync = False
         """Inside `no_sync`: gradients add up, and another backward will come."""
         self._expected: Counter[int] = Counter()
         """id(home) -> how often autograd accumulated into the parameter in the last backward."""
@@ -72,11 +72,17 @@ class BackwardUpdates:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """`session.no_sync()`: another backward will come before the step."""
-        before, self._is_accumulating = self._is_accumulating, True
+        before, self._no_sync = self._no_sync, True
         try:
             yield
         finally:
-            self._is_accumulating = before
+            self._no_sync = before
+
+    @property
+    def _is_accumulating(self) -> bool:
+        """Whether gradients that arrive now are not the last ones of the step."""
+        turns = self._manager.node_leases.turns
+        return self._no_sync or (turns is not None and not turns.is_last)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -138,8 +144,9 @@ class BackwardUpdates:
             )
 
     def _end(self, _: Sequence[Tensor]) -> None:
-        if not self._is_accumulating:
-            self._expected = Counter(self._seen)
+        if self._is_accumulating:
+            return
+        self._expected = Counter(self._seen)
         for chunk in self._updated.values():
             chunk.before_use = None
 

@@ -7,6 +7,7 @@ function of torch's; the end of the outermost call is the end of the backward.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,13 +25,22 @@ class EndsOfBackward:
     def __init__(self, at_begin: Callable[[], None], at_end: AtEnd):
         self._at_begin = at_begin
         self._at_end = at_end
-        self._depth = 0
+        self._depths = threading.local()
         self._original: Any = None
 
     @property
     def is_nested(self) -> bool:
         """Whether a backward runs inside another (reentrant checkpointing)."""
         return self._depth > 1
+
+    @property
+    def _depth(self) -> int:
+        """Of this thread: several may run backward side by side."""
+        return getattr(self._depths, "value", 0)
+
+    @_depth.setter
+    def _depth(self, value: int) -> None:
+        self._depths.value = value
 
     def install(self) -> None:
         self._original = original = _AUTOGRAD._engine_run_backward

@@ -45,13 +45,17 @@ class Gradients:
         self._reduction: Reduction | None = None
         self._unwanted: dict[int, list[Tensor]] = {}
         """GRAD chunk -> what was dropped while an update of the chunk waits that may need it."""
+        self.before_arrival: Callable[[Home], None] | None = None
+        """Told when autograd has accumulated into a parameter, before the slot is changed."""
         self.on_arrival: Callable[[Home], None] | None = None
-        """Told when autograd has accumulated into a parameter and its slot has the sum."""
+        """Told afterwards: the slot has the sum."""
         self.check: Callable[[Home], None] | None = None
         """Asked before the user gets at a gradient."""
 
     def take_over(self, home: Home) -> None:
         """Autograd has accumulated into a parameter."""
+        if self.before_arrival is not None:
+            self.before_arrival(home)
         self.absorb(home)
         if self.on_arrival is not None:
             self.on_arrival(home)

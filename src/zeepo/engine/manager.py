@@ -188,17 +188,17 @@ class Manager:
 
     def run(self, func: Function, args: Any, kwargs: Any, managed: list[Tensor]) -> Any:
         """Call `func` with the chunks of its managed arguments leased."""
-        self.node_leases.give_back_stale()
+        homes = [home for home in map(home_of, managed) if home is not None]
+        chunks = list({home.chunk.key: home.chunk for home in homes}.values())
+        self.node_leases.before_function(chunks)
         self.raw_leases.end_those_of_the_dead()
         self.copies.count_out_ended()
-        self.raw_leases.settle(home.chunk for home in map(home_of, managed) if home is not None)
+        self.raw_leases.settle(chunks)
         if self._split_gradients is not None:
             result = self._split_gradients.run(func, args, kwargs, managed)
             if result is not NotImplemented:
                 self.raw_leases.look_again()
                 return result
-        homes = [home for home in map(home_of, managed) if home is not None]
-        chunks = list({home.chunk.key: home.chunk for home in homes}.values())
         with plain_torch():
             self.store.lease(chunks)
             try:

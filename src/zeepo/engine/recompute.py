@@ -49,6 +49,10 @@ class Recompute:
         for cls in dict.fromkeys(_class_of_forward(owner) for owner in owners):
             self._patch(cls)
 
+    @property
+    def is_installed(self) -> bool:
+        return bool(self._undo)
+
     def remove(self) -> None:
         while self._undo:
             self._undo.pop()()

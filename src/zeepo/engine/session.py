@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from zeepo.chunks.layout import pack
 from zeepo.chunks.losses import loss_message
-from zeepo.chunks.store import Chunk, ChunkStore, Kind
+from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.chunks.wholes import drop_parts
 from zeepo.config import Options, resolve_options
 from zeepo.engine.activations import Activations
 from zeepo.engine.adoption import (
     adopt_units,
     find_all_units,
+    home_tiers,
     make_leftovers_ordinary,
     refuse_unmanageable,
 )
@@ -30,6 +31,7 @@ from zeepo.engine.closing import Closing
 from zeepo.engine.ends_of_backward import EndsOfBackward
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
+from zeepo.engine.layer_major import run_layer_major
 from zeepo.engine.legacies import exchange_legacies
 from zeepo.engine.manager import Manager
 from zeepo.engine.ranks import Ranks
@@ -54,7 +56,6 @@ from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.reclaimable import ReclaimableSpace
-from zeepo.memory.tier import Tier
 from zeepo.planner.plan import Plan
 from zeepo.planner.units import Unit
 
@@ -100,7 +101,7 @@ class Session:
             prefetch=tuning().prefetch,
             guaranteed_bytes=self.plan.guaranteed_bytes,
         )
-        self._manager = Manager(self._store, self._home_tiers())
+        self._manager = Manager(self._store, home_tiers(self.plan, self._disk))
         self._ranks = self._join_ranks(units, team)
         self._closing = Closing(self._store, space)
         if space is not None:
@@ -143,7 +144,7 @@ class Session:
         self._samples = Samples()
         if team.num_ranks == 1:
             return None
-        ranks = Ranks(self._store, self.plan.stage, self._home_tiers(), team)
+        ranks = Ranks(self._store, self.plan.stage, home_tiers(self.plan, self._disk), team)
         ranks.network.at_good_end = self.close if launching.slices is not None else None
         ranks.agree_on_model([named for unit in units for named in unit.parameters])
         exchange_legacies(ranks.network, self._disk)
@@ -174,14 +175,6 @@ class Session:
             tuning(),
             is_eager=options.activations == "disk",
         )
-
-    def _home_tiers(self) -> dict[Kind, Tier | None]:
-        where = self.plan.placement
-        return {
-            Kind.PARAM: self._disk if where["params"] == "disk" else None,
-            Kind.GRAD: self._disk if where["grads"] == "disk" else None,
-            Kind.STATE: self._disk if where["optimizer_state"] == "disk" else None,
-        }
 
     def _take_optimizer(self, optimizer: Optimizer) -> None:
         label = f"optimizer{len(self._steps)}" if len(self._optimizers) > 1 else "optimizer"
@@ -262,6 +255,16 @@ class Session:
             if self._backward_updates is not None:
                 stack.enter_context(self._backward_updates.accumulating())
             yield
+
+    def accumulate(self, compute_loss: Callable[..., Tensor], micro_batches: Any) -> list[Tensor]:
+        """Forward and backward of all micro-batches, unit by unit; returns their losses.
+
+        The bits of one backward after the other, but each parameter is read once for all of them
+        (docs/how.md).
+        """
+        self._check_open("accumulate")
+        parts = self._manager, self._recompute, self._models
+        return run_layer_major(*parts, compute_loss, list(micro_batches))
 
     def resize(self, *, ram: int | str) -> None:
         """Another budget from now on ("2GiB" or bytes), larger or smaller; no number changes.
