@@ -13,9 +13,17 @@ from torch import Tensor
 from zeepo.optim.formats import Format, narrow_randomly, pack, unpack
 from zeepo.optim.updates import Algorithm, Rule, Update
 
+SLICE = 1 << 16
+"""Elements that are updated at once, so that temporaries are few; a multiple of a block."""
+
 
 def run(update: Update) -> None:
     """Carry out an update."""
+    for start in range(0, update.numel, SLICE):
+        _run(update.part(start, SLICE) if update.numel > SLICE else update)
+
+
+def _run(update: Update) -> None:
     values = update.values
     if values is None:
         assert update.narrow is not None

@@ -7,12 +7,12 @@ and give the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from torch import Tensor
 
-from zeepo.optim.formats import Format
+from zeepo.optim.formats import BLOCKS, PLAIN, Format, Packing
 
 
 class Algorithm(IntEnum):
@@ -73,6 +73,22 @@ class Update:
         tensor = self.narrow if self.values is None else self.values
         assert tensor is not None
         return tensor.numel()
+
+    def part(self, start: int, count: int) -> Update:
+        """The update of some elements only, from a multiple of a block on."""
+
+        def cut(tensor: Tensor | None, packing: Packing = PLAIN) -> Tensor | None:
+            low, high = packing.numel(start), packing.numel(start + count)
+            return None if tensor is None else tensor[low:high]
+
+        packing = BLOCKS if self.format is Format.PACKED else PLAIN
+        return replace(
+            self,
+            values=cut(self.values),
+            narrow=cut(self.narrow),
+            grad=self.grad[start : start + count],
+            states=[cut(state, packing) for state in self.states],
+        )
 
     def is_signed(self, index: int) -> bool:
         """Whether a state has both signs; the others are sums of squares."""
