@@ -83,7 +83,7 @@ class OptimizerStep:
         recipe = take_recipe(self.optimizer)
         if ranks is not None:
             names = [t.home.name for targets in by_chunk.values() for t in targets]
-            ranks.begin_step(ranks.step_facts.encode(self._label, recipe.groups, names))
+            ranks.begin_step(ranks.step_facts.encode(self._label, recipe.numbers, names))
         updates = [self._make_update(recipe, chunk, by_chunk[chunk]) for chunk in by_chunk]
         if sabotaged("update.skip"):
             del updates[1:2]

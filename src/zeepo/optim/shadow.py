@@ -37,6 +37,11 @@ class Recipe:
     groups: tuple[Mapping[str, Any], ...]
     """Hyperparameters of each group, without its parameters."""
 
+    @property
+    def numbers(self) -> list[Mapping[str, Any]]:
+        """What has to be the same on every rank for the parts of an update to fit together."""
+        return [*self.groups, {"clip_factor": self.attributes.get("clip_factor")}]
+
     def run_on(
         self, tensors: Mapping[int, list[Tensor]], state: Mapping[Tensor, State]
     ) -> dict[Tensor, State]:
