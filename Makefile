@@ -7,7 +7,9 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-full lint format typecheck demo demo-keep bench bench-ranks peers-env clean
+NATIVE := setup.py $(wildcard native/*)
+
+.PHONY: setup native test test-full lint format typecheck demo demo-keep bench bench-ranks peers-env clean
 
 setup: $(STAMP)
 
@@ -15,11 +17,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The stamp is newer than what decides the installation, so nothing is installed twice.
-# torch and the build backend come first: the package itself then builds without isolation.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+# torch and the build backend come first: the package itself then builds without isolation, and
+# with it the kernels, if there is a compiler.
+$(STAMP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP) install -c constraints.txt torch setuptools
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
+
+# The kernels again, in place.
+native: | $(STAMP)
+	$(BIN)/python setup.py build_ext --inplace --force
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -69,5 +76,5 @@ bench-ranks: $(STAMP) peers-env
 	$(BIN)/python benchmarks/rank_peers.py --ranks 1,2,4
 
 clean:
-	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf build dist src/zeepo/optim/_kernels* .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

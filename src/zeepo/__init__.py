@@ -1,5 +1,6 @@
 """zeepo trains PyTorch models that are bigger than the memory they are given."""
 
+from zeepo import optim
 from zeepo.checkpoint.export import export_models
 from zeepo.checkpoint.load import load_safetensors
 from zeepo.engine import observing as _observing
@@ -44,5 +45,6 @@ __all__ = [
     "init",
     "lazy",
     "load_safetensors",
+    "optim",
     "resize",
 ]

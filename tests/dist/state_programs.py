@@ -101,7 +101,10 @@ def tiny_parameters(stage: int | None, disk: str | None, kind: str) -> dict[str,
     few = [model.gain, model.one, model.nothing]
     rest = [p for p in model.parameters() if all(p is not q for q in few)]
     groups: list[dict[str, Any]] = [{"params": few, "lr": 0.1}, {"params": rest}]
-    optimizer = getattr(torch.optim, kind)(groups, lr=0.01)
+    if kind.startswith("zeepo"):
+        optimizer = zeepo.optim.AdamW(groups, lr=0.01, state_dtype=kind.split(".")[1])
+    else:
+        optimizer = getattr(torch.optim, kind)(groups, lr=0.01)
     with under(stage, disk, model, optimizer):
         for step in range(4):
             random = torch.Generator().manual_seed(10 * step + dist.get_rank())

@@ -39,6 +39,7 @@ def test_two_optimizers_of_one_chunk(ranks: Ranks, tmp_path: Path, stage: int) -
     ("num_ranks", "stage", "kind"),
     [
         (4, 3, "AdamW"),
+        (2, 3, "zeepo.8bit"),
         pytest.param(2, 1, "AdamW", marks=SLOW),
         pytest.param(3, 3, "Adagrad", marks=SLOW),
     ],

@@ -50,5 +50,6 @@ def values(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -
     for number, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
-                found[f"{number}.{index}.{name}"] = torch.as_tensor(value).numpy().tobytes()
+                flat = torch.as_tensor(value).reshape(-1).view(torch.uint8)
+                found[f"{number}.{index}.{name}"] = flat.numpy().tobytes()
     return found

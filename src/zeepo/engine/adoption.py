@@ -28,7 +28,12 @@ from zeepo.engine.tuning import tuning
 from zeepo.errors import ConfigError, UnsupportedError
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.tier import Tier
-from zeepo.optim.catalogue import grain_of, num_states_of, num_temporaries_of
+from zeepo.optim.catalogue import (
+    grain_of,
+    largest_state_of,
+    num_states_of,
+    num_temporaries_of,
+)
 from zeepo.planner.machine import available_ram_bytes
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
 from zeepo.planner.units import Unit, find_units
@@ -254,6 +259,7 @@ def plan_session(
         staging_bytes=STAGING_BYTES + buffer_bytes,
         piece_bytes=tuning().piece_bytes,
         region_bytes=max((largest_region_bytes(model) for model in models), default=0),
+        largest_state=max((largest_state_of(o) for o in optimizers), default=0.0),
         num_temporaries=max((num_temporaries_of(o) for o in optimizers), default=0),
         activations=_place_of_activations(options),
         num_ranks=team.num_ranks,

@@ -8,11 +8,13 @@ taken in before the next update.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeepo.chunks.layout import Cut, Layout, cut_into_pieces, pack
 from zeepo.chunks.storages import address, is_exclusive, new_storage, take_memory
@@ -30,7 +32,8 @@ from zeepo.engine.managed import (
 )
 from zeepo.engine.manager import Manager
 from zeepo.engine.sharded import elements_in
-from zeepo.optim.catalogue import SCALAR_STATES
+from zeepo.optim.catalogue import SCALAR_STATES, count_states, packing_of, state_dtype_of
+from zeepo.optim.formats import PLAIN, Packing
 from zeepo.sharding.ranges import Range
 
 
@@ -45,8 +48,9 @@ class Piece:
 class States:
     """The paged state of one optimizer."""
 
-    def __init__(self, manager: Manager, label: str, piece_bytes: int | None):
+    def __init__(self, manager: Manager, optimizer: Optimizer, label: str, piece_bytes: int | None):
         self._manager = manager
+        self._optimizer = optimizer
         self._store = manager.store
         self._label = label
         self._piece_bytes = piece_bytes
@@ -110,10 +114,27 @@ class States:
             isinstance(value, Tensor)
             and home_of(value) is None
             and value.layout is torch.strided
-            and value.numel() == home.plain.numel() >= least
+            and home.plain.numel() >= least
+            and value.numel() == self._packing(value.dtype).numel(home.plain.numel())
             and value.device.type == "cpu"
             and not value.requires_grad
         )
+
+    def is_large(self, value: Any, tensor: Tensor) -> bool:
+        """Whether a state that an update made for `tensor` has a slot."""
+        if not isinstance(value, Tensor):
+            return False
+        packing = self._packing(value.dtype)
+        if packing is PLAIN:
+            return value.shape == tensor.shape
+        return value.shape == (packing.numel(tensor.numel()),)
+
+    def expected(self, home: Home, group: Mapping[str, Any]) -> int:
+        """How many states of a parameter have slots after an update."""
+        return count_states(self._optimizer, group, home.plain.dtype)
+
+    def _packing(self, dtype: torch.dtype) -> Packing:
+        return packing_of(self._optimizer, dtype)
 
     # -- taking in ------------------------------------------
 
@@ -133,10 +154,12 @@ class States:
             cut = _cuts_of(pieces[0], home.index)[0]
             return self.take_in(home, name, pieces[0], cut, value, is_whole=True)
         with torch.no_grad(), plain_torch():
-            flat = _flat(value, self.strides(home))
+            packing = self._packing(value.dtype)
+            flat = _flat(value, self.strides(home)) if packing is PLAIN else value.flatten()
             for piece in pieces:
                 for cut in _cuts_of(piece, home.index):
-                    part = flat[cut.start : cut.start + cut.numel].clone()
+                    low, high = packing.numel(cut.start), packing.numel(cut.start + cut.numel)
+                    part = flat[low:high].clone()
                     self.take_in(home, name, piece, cut, part, is_whole=False)
         return self.whole(home, name)
 
@@ -178,14 +201,17 @@ class States:
 
     def _layout(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Layout:
         """Of a state that has this type for one parameter: that parameter's own, as torch makes
-        them, and then each of the others has its own too."""
+        them, and then each of the others has its own too; unless the optimizer tells."""
         homes = self._manager.slots[home.chunk.key]
         slots = home.chunk.layout.slots
         is_own = dtype == home.plain.dtype
         sizes = []
         for cut in piece.cuts:
-            itemsize = (homes[cut.tensor].plain.dtype if is_own else dtype).itemsize
-            sizes.append((f"{slots[cut.tensor].name}.{name}", cut.numel * itemsize))
+            other = homes[cut.tensor]
+            told = state_dtype_of(self._optimizer, other.parameter, name)
+            kept = told or (other.plain.dtype if is_own else dtype)
+            nbytes = self._packing(kept).numel(cut.numel) * kept.itemsize
+            sizes.append((f"{slots[cut.tensor].name}.{name}", nbytes))
         return pack(sizes)
 
     def _chunk_label(self, chunk: Chunk, name: str, piece: Piece) -> str:
@@ -203,7 +229,8 @@ class States:
         if storage is None:
             return None
         dtype = self._dtypes[home.chunk.key, home.index, name]
-        return torch.empty(0, dtype=dtype).set_(storage, 0, (cut.numel,), (1,))
+        numel = self._packing(dtype).numel(cut.numel)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
 
     def whole(self, home: Home, name: str) -> Tensor:
         """The managed tensor that shows all pieces of a state as one."""
@@ -212,13 +239,19 @@ class States:
             return self._visible[key]
         parts = []
         dtype = self._dtypes.get(key, home.plain.dtype)
+        packing = self._packing(dtype)
         for piece in self.pieces(home.chunk):
             for index, cut in enumerate(piece.cuts):
                 if cut.tensor == home.index and cut.numel:
                     chunk = self._chunks[home.chunk.key, piece.number, name]
                     nbytes = chunk.layout.slots[index].nbytes
-                    parts.append(Part(chunk, index, cut.start * nbytes // cut.numel, nbytes))
-        total = home.plain.numel() * dtype.itemsize
+                    at = packing.numel(cut.start) * dtype.itemsize
+                    parts.append(Part(chunk, index, at, nbytes))
+        numel = packing.numel(home.plain.numel())
+        shape, strides = home.plain.shape, self.strides(home)
+        if packing is not PLAIN:
+            shape, strides = torch.Size((numel,)), (1,)
+        total = numel * dtype.itemsize
         label = f"{home.name}.{name}"
         tier = PartsTier(self._store, parts, self._remote_parts(home, name, dtype))
         chunk = self._store.create(Kind.STATE, label, pack([(label, total)]), tier)
@@ -226,7 +259,7 @@ class States:
         with plain_torch():
             shell = torch.empty(0, dtype=dtype)
             storage = new_storage(0)
-            value = shell.set_(storage, 0, home.plain.shape, self.strides(home))
+            value = shell.set_(storage, 0, shape, strides)
             storage = value.untyped_storage()
         take_memory(storage)
         self._store.attach_lower(chunk, 0, storage)
@@ -248,7 +281,7 @@ class States:
                 for slot, cut in zip(layout.slots, piece.cuts, strict=True):
                     if cut.tensor == home.index and cut.numel:
                         label = self._chunk_label(home.chunk, name, piece)
-                        at = cut.start * dtype.itemsize
+                        at = self._packing(dtype).numel(cut.start) * dtype.itemsize
                         parts.append(RemotePart(rank, label, slot.offset_bytes, slot.end_bytes, at))
         return RemoteParts(ranks.network, lambda: self._versions[home.chunk.key], parts)
 

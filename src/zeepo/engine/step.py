@@ -60,7 +60,8 @@ class OptimizerStep:
         self._adopt = adopt
         """Takes in parameters that came with add_param_group."""
         cuts_parameters = self.grain is Grain.ELEMENT
-        self.states = States(manager, label, tuning.piece_bytes if cuts_parameters else None)
+        piece_bytes = tuning.piece_bytes if cuts_parameters else None
+        self.states = States(manager, optimizer, label, piece_bytes)
         self._may_put_off = tuning.put_off and cuts_parameters
         self._put_off: dict[int, ChunkUpdate] = {}
         """PARAM chunk -> its update, which waits for the chunk's next use."""
@@ -88,7 +89,7 @@ class OptimizerStep:
         by_chunk, odd = self._collect()
         if ranks is not None:
             names = [t.home.name for targets in by_chunk.values() for t in targets]
-            ranks.begin_step(ranks.step_facts.encode(self._label, recipe.groups, names))
+            ranks.begin_step(ranks.step_facts.encode(self._label, recipe.numbers, names))
         updates = [self._make_update(recipe, chunk, by_chunk[chunk]) for chunk in by_chunk]
         if sabotaged("update.skip"):
             del updates[1:2]

@@ -9,6 +9,7 @@ does to the optimizer afterwards changes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class ChunkUpdate:
         recipe: Recipe,
         chunk: Chunk,
         targets: Sequence[Target],
-        num_states: int,
+        num_states: float,
         num_temporaries: int,
     ):
         self.chunk = chunk
@@ -104,7 +105,7 @@ class ChunkUpdate:
         values = list(target.entry.values())
         num_large = sum(home_of(value) is not None for value in values)
         return (
-            num_large >= self._num_states
+            num_large >= self._states.expected(target.home, self._recipe.groups[target.group])
             and target.home.plain.numel() > 1
             and all(isinstance(v, Tensor) and (home_of(v) or v.numel() == 1) for v in values)
         )
@@ -255,7 +256,7 @@ class ChunkUpdate:
 
     def _new_state_bytes(self, parts: list[Part]) -> int:
         new = [p for p in parts if not any(isinstance(v, Tensor) for v in p.state.values())]
-        return bytes_of(new) * self._num_states
+        return ceil(bytes_of(new) * self._num_states)
 
     def _keep_state(self, part: Part, piece: Piece, new: State) -> None:
         """Take over what the optimizer created; the rest was changed in place."""
@@ -269,7 +270,7 @@ class ChunkUpdate:
                 if is_small and part.is_last and not sabotaged("state.small"):
                     visible[name] = value
                 continue
-            is_large = isinstance(value, Tensor) and value.shape == part.tensor.shape
+            is_large = self._states.is_large(value, part.tensor)
             is_large = is_large and (part.is_shard or home.plain.numel() > 1)
             if is_large and value.layout is torch.strided:
                 taken = self._states.take_in(

@@ -37,9 +37,14 @@ class Recipe:
     groups: tuple[Mapping[str, Any], ...]
     """Hyperparameters of each group, without its parameters."""
 
+    @property
+    def numbers(self) -> list[Mapping[str, Any]]:
+        """What has to be the same on every rank for the parts of an update to fit together."""
+        return [*self.groups, {"clip_factor": self.attributes.get("clip_factor")}]
+
     def is_same_as(self, other: Recipe) -> bool:
         """Whether both have the same hyperparameters."""
-        return _is_same(self.groups, other.groups)
+        return _is_same(self.numbers, other.numbers)
 
     def run_on(
         self, tensors: Mapping[int, list[Tensor]], state: Mapping[Tensor, State]

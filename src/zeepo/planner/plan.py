@@ -9,6 +9,7 @@ shapes ([footprint]) tells the real one, and the plan is made anew.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from zeepo.chunks.layout import align_up
 from zeepo.units import MiB, format_bytes
@@ -67,8 +68,8 @@ class Plan:
     """What was decided for a session; does not change."""
 
     units: tuple[UnitPlan, ...]
-    num_states: int
-    """Optimizer tensors of the parameter's size, for each parameter."""
+    num_states: float
+    """The optimizer's states of a parameter, in multiples of the parameter's size."""
     placement: dict[str, str]
     """Kind ("params", "grads", "optimizer_state") -> lowest tier."""
     ram: int
@@ -79,6 +80,8 @@ class Plan:
     """Largest module that has to be whole while it runs (compiled, or a fast path of torch's)."""
     num_temporaries: int = 0
     """Tensors of a piece's size that the optimizer makes and drops while it updates."""
+    largest_state: float = 1.0
+    """The largest of the states, in the same measure."""
     activations: str = "ram"
     """Where what autograd saves may go: "ram", "disk" or "recompute"."""
     num_ranks: int = 1
@@ -193,7 +196,7 @@ class Plan:
         return {
             "params": params if in_ram["params"] else 0,
             "grads": grads if in_ram["grads"] else 0,
-            "optimizer state": states if in_ram["optimizer_state"] else 0,
+            "optimizer state": ceil(states) if in_ram["optimizer_state"] else 0,
         }
 
     def _computing(self, in_ram: dict[str, bool]) -> dict[str, int]:
@@ -234,12 +237,14 @@ class Plan:
         for unit in self.units:
             grads = _page(unit.param_bytes)
             piece = min(grads, _page(self.piece_bytes))
-            moving = piece if self.num_states else 0
+            moving = ceil(piece * self.largest_state) if self.num_states else 0
             beside = max(moving, kept) + piece * self.num_temporaries
             items = {
                 "params": 0 if in_ram["params"] else _page(unit.param_bytes),
                 "grads": 0 if in_ram["grads"] else grads,
-                "optimizer state": 0 if in_ram["optimizer_state"] else piece * self.num_states,
+                "optimizer state": 0
+                if in_ram["optimizer_state"]
+                else ceil(piece * self.num_states),
                 "activations": max(ACTIVATION_BYTES, beside),
             }
             largest = max(largest, items, key=lambda item: sum(item.values()))

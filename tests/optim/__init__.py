@@ -1,0 +1,1 @@
+"""zeepo.optim: kernels, drop-in optimizers, and both under zeepo."""
