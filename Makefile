@@ -54,11 +54,21 @@ demo: $(STAMP)
 demo-keep: $(STAMP)
 	$(BIN)/python -m examples.demo --keep
 
+# The short form of every benchmark: that it runs, in a few minutes. Figures worth keeping come from
+# the long forms on an idle machine: benchmarks/README.md.
+BENCH_DISK ?= /var/tmp
 bench: $(STAMP)
-	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/step_time.py --short --disk $(BENCH_DISK)
+	$(BIN)/python benchmarks/disk_speed.py --short --disk $(BENCH_DISK)
+	$(BIN)/python benchmarks/bytes_moved.py --short --disk $(BENCH_DISK)
+	$(BIN)/python benchmarks/largest_model.py --short --disk $(BENCH_DISK)
+	$(BIN)/python benchmarks/peers.py --short --disk $(BENCH_DISK)
+	# $(BIN)/python benchmarks/optimizer_speed.py --short
+	# $(BIN)/python benchmarks/practicality.py --short
 
 # DeepSpeed has an environment of its own, so that it decides nothing for this project; what it
-# compiles at its first use is compiled here, and not while ranks wait for each other.
+# compiles at its first use is compiled here, and not while ranks wait for each other. Its NVMe
+# offload needs libaio's headers (apt-get install libaio-dev).
 PEERS := .peers
 peers-env: $(PEERS)/.installed
 
@@ -68,7 +78,7 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/python -m pip install setuptools wheel numpy
 	DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --no-build-isolation deepspeed==0.19.8
 	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(PEERS)/torch_extensions PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" \
-		$(PEERS)/bin/python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder; Builder().load()"
+		$(PEERS)/bin/python -c "from deepspeed.ops.op_builder.cpu import *; [Builder().load() for Builder in (ShareMemCommBuilder, CPUAdamBuilder, AsyncIOBuilder)]"
 	touch $@
 
 bench-ranks: $(STAMP) peers-env

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -60,6 +61,12 @@ class MemoryCgroup:
 
     def usage_bytes(self) -> int:
         return int((self.path / self.names.usage).read_text())
+
+    def kill_all(self) -> None:
+        """End every process that is still in the cgroup."""
+        for pid in (self.path / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def start(self, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
         """Start a command inside the cgroup."""

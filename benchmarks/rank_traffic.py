@@ -15,15 +15,12 @@ Writes a JSON.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import reporting
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -102,19 +99,13 @@ def main() -> None:
                 f"{100 * (found['wire_over_counted'] - 1):.2f} %",
                 flush=True,
             )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-    ).stdout.strip()
-    report = {
-        "question": "bytes on the wire in a step of two ranks on two hosts",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
-        "ranks": NUM_RANKS,
-        "model": options,
-        "stages": results,
-    }
-    Path(args.result).write_text(json.dumps(report, indent=1) + "\n")
+    report = reporting.new_report(
+        "bytes on the wire in a step of two ranks on two hosts",
+        ranks=NUM_RANKS,
+        model=options,
+        stages=results,
+    )
+    reporting.write(report, Path(args.result))
 
 
 if __name__ == "__main__":

@@ -6,24 +6,20 @@ caches), and so every counted zeepo step does the whole of one update, its own o
 The figure is the median over turns of the ratio of both, without the first turn. Losses must be
 equal bit for bit. Writes a JSON under benchmarks/results.
 
-    python benchmarks/step_time.py --disk DIRECTORY [--ram 1GiB] [--layers 12 ...]
+    python benchmarks/step_time.py --disk DIRECTORY [--ram 1GiB] [--layers 12 ...] [--short]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import reporting
 import torch
 from gpt import GPT, GPTConfig
 
@@ -48,6 +44,8 @@ class Turns:
 
 
 TURNS = Turns(num_turns=8, num_steps=4, num_skipped=1, num_warm_up=1)
+SHORT_TURNS = Turns(num_turns=2, num_steps=2, num_skipped=1, num_warm_up=0)
+SHORT_MODEL = GPTConfig(num_layers=4, width=256, num_heads=4, vocabulary=4096, sequence=64)
 
 
 class Trainer:
@@ -114,39 +112,53 @@ def main() -> None:
     parser.add_argument("--ram", default="1GiB", help="budget of the run on disk")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--only", choices=("ram", "disk"), default=None)
-    parser.add_argument("--result", default=None)
+    reporting.add_arguments(parser)
     args = parser.parse_args()
-    config = GPTConfig(num_layers=args.layers)
+    config = SHORT_MODEL if args.short else GPTConfig(num_layers=args.layers)
+    turns = SHORT_TURNS if args.short else TURNS
     everything = {"params": "ram", "grads": "ram", "optimizer_state": "ram"}
     on_disk = dict.fromkeys(everything, "disk")
+    reporting.warn_of_load()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=args.disk) as disk:
         if args.only != "disk":
             print("everything in RAM")
-            results["ram"] = compare(config, args.batch, TURNS, **everything)
+            results["ram"] = compare(config, args.batch, turns, **everything)
         if args.only != "ram":
             print(f"everything on disk, ram={args.ram}")
-            results["disk"] = compare(config, args.batch, TURNS, ram=args.ram, disk=disk, **on_disk)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    report = {
-        "question": "step time of a GPT against plain PyTorch with fused AdamW",
-        "model": vars(config) if not hasattr(config, "__dict__") else config.__dict__,
-        "batch": args.batch,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "torch": torch.__version__,
-        "results": results,
-    }
-    for name, result in results.items():
-        print(
-            f"{name:>5}: plain {result['plain_median']:.2f} s, "
-            f"zeepo {result['zeepo_median']:.2f} s, "
-            f"ratio {result['ratio']:.3f}, bit-equal {result['losses_bit_equal']}"
-        )
-    path = Path(args.result or Path(__file__).parent / "results" / "step_time.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+            results["disk"] = compare(config, args.batch, turns, ram=args.ram, disk=disk, **on_disk)
+    report = reporting.new_report(
+        "step time of a GPT against plain PyTorch with fused AdamW",
+        model=vars(config),
+        batch=args.batch,
+        torch=torch.__version__,
+        results=results,
+    )
+    rows = [
+        [name, *(f"{r[key]:.3f}" for key in ("plain_median", "zeepo_median", "ratio")), equal]
+        for name, r in results.items()
+        for equal in ["same bits" if r["losses_bit_equal"] else "DIFFERENT"]
+    ]
+    heads = ["where", "plain, s/step", "zeepo, s/step", "ratio", "losses"]
+    reporting.print_table("a step under zeepo beside plain PyTorch", heads, rows)
+    path = reporting.result_path("step_time", is_short=args.short, given=args.result)
+    reporting.write(report, path)
+    draw(report, path)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """The ratio of each turn."""
+    figure, axis = reporting.new_plot(6.0, 4.0)
+    for name, result in report["results"].items():
+        label = f"{name}: {result['ratio']:.2f}"
+        axis.plot(range(1, 1 + len(result["ratios"])), result["ratios"], "o-", label=label)
+    axis.axhline(1.0, color="gray", linewidth=0.8)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("turn")
+    axis.set_ylabel("zeepo / plain PyTorch, seconds a step")
+    axis.set_title("Step time under zeepo, beside plain PyTorch")
+    axis.legend(title="state rests on, median", frameon=False, loc="lower right")
+    reporting.save_plot(figure, report, path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,393 @@
+"""How fast is the disk tier, beside the best that fio gets out of the same directory?
+
+    python benchmarks/disk_speed.py --disk DIRECTORY [--sweep] [--short]
+
+fio (needed: `apt-get install fio`) tries its engines, block sizes, jobs, depths, and memory with
+and without huge pages; the best of each direction then runs in turns with zeepo's `DiskTier`, which
+works as in training: extents of a chunk's size, buffers of its pool, several requests in flight,
+every block with its checksum. Beside it the tier without checksums, which training does not have,
+to see what they cost, and reads and writes at once. The figure is the ratio of medians over turns.
+With --sweep the tier also runs with other numbers of threads, parts and chunks, to see what limits.
+Everything overwrites blocks that were written before, as training does after its first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import reporting
+
+from zeepo.memory import block_io, disk_tier
+from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.ledger import Ledger
+from zeepo.memory.pool import BufferPool
+
+MiB = 1 << 20
+GB = 1e9
+BOTH = "read+write"
+DIRECTIONS = ("read", "write", BOTH)
+GOAL = 0.9
+HUGE_PAGES_OF_MALLOC = "glibc.malloc.hugetlb=1"
+"""madvise(MADV_HUGEPAGE) for what malloc maps: huge pages without asking the administrator."""
+
+
+@dataclass(frozen=True)
+class FioWay:
+    """One way to run fio."""
+
+    engine: str
+    block: str
+    jobs: int
+    depth: int
+    huge_pages: bool
+
+    def __str__(self) -> str:
+        memory = ", huge pages" if self.huge_pages else ""
+        return f"{self.engine}, {self.block}, {self.jobs} jobs, depth {self.depth}{memory}"
+
+
+def fio_ways(*, is_short: bool) -> list[FioWay]:
+    """psync has no depth: its jobs are its requests in flight."""
+    if is_short:
+        return [
+            FioWay("psync", "4M", 2, 1, True),
+            FioWay("libaio", "4M", 1, 4, True),
+            FioWay("io_uring", "4M", 1, 4, True),
+            FioWay("psync", "4M", 1, 1, False),
+        ]
+    grid = itertools.product(
+        ("psync", "libaio", "io_uring"), ("1M", "4M", "16M"), (1, 2, 4), (1, 4, 16, 32)
+    )
+    shapes = [shape for shape in grid if shape[0] != "psync" or shape[3] == 1]
+    return [FioWay(*shape, is_huge) for shape in shapes for is_huge in (True, False)]
+
+
+@dataclass(frozen=True)
+class Fio:
+    """fio on one file that is written in full before anything is measured."""
+
+    path: Path
+    size_bytes: int
+
+    def lay_out(self) -> None:
+        self._run(self._job("write", FioWay("psync", "4M", 1, 1, True), 0, self.size_bytes), True)
+
+    def bytes_per_second(
+        self, ways: dict[str, FioWay], direction: str, seconds: float
+    ) -> tuple[float, float]:
+        """Of one direction, or of both at once on two halves of the file; and the CPUs taken."""
+        timed = ["--time_based", f"--runtime={seconds}"]
+        if direction != BOTH:
+            way = ways[direction]
+            jobs = [*self._job(direction, way, 0, self.size_bytes), *timed]
+            return self._run(jobs, way.huge_pages)
+        half = self.size_bytes // 2
+        jobs: list[str] = []
+        for low, one in ((0, "read"), (half, "write")):
+            jobs += [*self._job(one, ways[one], low, half), *timed, "--new_group"]
+        is_huge = ways["read"].huge_pages or ways["write"].huge_pages
+        return self._run(jobs, is_huge)
+
+    @staticmethod
+    def _job(direction: str, way: FioWay, offset: int, nbytes: int) -> list[str]:
+        """A group of jobs that share `nbytes` of the file."""
+        share = nbytes // way.jobs // (16 * MiB) * 16 * MiB
+        found = [f"--name={direction}", f"--rw={direction}", f"--ioengine={way.engine}"]
+        found += [f"--bs={way.block}", f"--numjobs={way.jobs}", f"--iodepth={way.depth}"]
+        return [*found, f"--offset={offset}", f"--offset_increment={share}", f"--size={share}"]
+
+    def _run(self, jobs: list[str], is_huge: bool) -> tuple[float, float]:
+        command = ["fio", f"--filename={self.path}", "--direct=1", "--fallocate=none"]
+        command += ["--overwrite=1", "--iomem_align=2M", "--output-format=json"]
+        environment = dict(os.environ)
+        if is_huge:
+            environment["GLIBC_TUNABLES"] = HUGE_PAGES_OF_MALLOC
+        done = subprocess.run([*command, *jobs], capture_output=True, text=True, env=environment)
+        if done.returncode:
+            what = (done.stderr or done.stdout)[-300:]
+            raise RuntimeError(f"fio failed ({' '.join(jobs)}): {what}")
+        found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+        speed = sum(job[one]["bw_bytes"] for job in found for one in ("read", "write"))
+        cpus = sum(job["usr_cpu"] + job["sys_cpu"] for job in found) / 100
+        return float(speed), cpus
+
+
+@dataclass(frozen=True)
+class TierWay:
+    """How the tier runs; the default is what training has."""
+
+    chunk_bytes: int = 32 * MiB
+    num_in_flight: int = 4
+    num_threads: int | None = None
+    part_bytes: int | None = None
+    checksums: bool = True
+
+    def __str__(self) -> str:
+        found = [f"chunks of {self.chunk_bytes // MiB} MiB, {self.num_in_flight} in flight"]
+        found += [f"{self.num_threads} threads"] * (self.num_threads is not None)
+        found += [f"parts of {(self.part_bytes or 0) // MiB} MiB"] * (self.part_bytes is not None)
+        return ", ".join(found) + ("" if self.checksums else ", no checksums")
+
+
+class TierRun:
+    """A tier with its extents written, and the buffers that its requests use in turn."""
+
+    def __init__(self, directory: Path, size_bytes: int, way: TierWay) -> None:
+        self.way = way
+        self.pool = BufferPool(Ledger("ram", None))
+        options = {} if way.num_threads is None else {"num_threads": way.num_threads}
+        self.tier = DiskTier([directory], pool=self.pool, **options)
+        self.extents = [
+            self.tier.allocate(f"chunk {number}", way.chunk_bytes)
+            for number in range(size_bytes // way.chunk_bytes)
+        ]
+        self.buffers = [self.pool.acquire(way.chunk_bytes, "bench") for _ in range(self._num())]
+        noise = os.urandom(MiB)
+        for buffer in self.buffers:
+            for low in range(0, way.chunk_bytes, MiB):
+                buffer.memory[low : low + MiB] = noise
+        with self._as_told():
+            for extent in self.extents:
+                self.tier.write(extent, [(0, self.buffers[0].memory)]).result()
+
+    def _num(self) -> int:
+        return 2 * self.way.num_in_flight  # both directions at once have their own
+
+    def close(self) -> None:
+        self.tier.close()
+
+    @contextmanager
+    def _as_told(self) -> Iterator[None]:
+        """With checksums or without: the tier has no such switch."""
+        kept = block_io.xxh3_64_intdigest
+        if not self.way.checksums:
+            block_io.xxh3_64_intdigest = lambda view: 0
+        try:
+            yield
+        finally:
+            block_io.xxh3_64_intdigest = kept
+
+    def _start(self, direction: str, number: int, buffer: Any) -> Future[None]:
+        if direction == BOTH:
+            direction = ("read", "write")[number % 2]
+        extent = self.extents[number % len(self.extents)]
+        if direction == "read":
+            return self.tier.read(extent, buffer.memory)
+        return self.tier.write(extent, [(0, buffer.memory)])
+
+    def bytes_per_second(self, direction: str, seconds: float) -> tuple[float, float]:
+        """As many requests as there is time for; and the CPUs taken."""
+        with self._as_told():
+            return self._measure(direction, seconds)
+
+    def _measure(self, direction: str, seconds: float) -> tuple[float, float]:
+        num_in_flight = self.way.num_in_flight * (2 if direction == BOTH else 1)
+        under_way: list[Future[None] | None] = [None] * num_in_flight
+        cpu_started, started = time.process_time(), time.perf_counter()
+        number = 0
+        while time.perf_counter() - started < seconds:
+            slot = number % num_in_flight
+            earlier = under_way[slot]
+            if earlier is not None:
+                earlier.result()
+            under_way[slot] = self._start(direction, number, self.buffers[slot])
+            number += 1
+        for future in under_way:
+            if future is not None:
+                future.result()
+        elapsed = time.perf_counter() - started
+        cpus = (time.process_time() - cpu_started) / elapsed
+        return number * self.way.chunk_bytes / elapsed, cpus
+
+
+@contextmanager
+def tier_run(directory: Path, size_bytes: int, way: TierWay) -> Iterator[TierRun]:
+    """A tier as `way` says, open in the block."""
+    kept = disk_tier.PART_BYTES
+    disk_tier.PART_BYTES = way.part_bytes or kept
+    try:
+        run = TierRun(directory, size_bytes, way)
+    finally:
+        disk_tier.PART_BYTES = kept
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def best_fio(fio: Fio, ways: Sequence[FioWay], seconds: float) -> dict[str, Any]:
+    """Every way once in both directions, the best three again for longer."""
+    tried: dict[str, dict[str, float]] = {"read": {}, "write": {}}
+    best: dict[str, FioWay] = {}
+    for direction, found in tried.items():
+        for way in ways:
+            speed, _ = fio.bytes_per_second({direction: way}, direction, seconds)
+            found[str(way)] = round(speed / GB, 3)
+        finalists = sorted(ways, key=lambda way: -found[str(way)])[:3]
+        again = {
+            way: fio.bytes_per_second({direction: way}, direction, 3 * seconds)[0]
+            for way in finalists
+        }
+        best[direction] = max(again, key=lambda way: again[way])
+        print(f"fio {direction}: best of {len(ways)}: {best[direction]}", flush=True)
+    return {"best": best, "tried": tried}
+
+
+Measure = Callable[[str, float], tuple[float, float]]
+
+
+def take_turns(measures: dict[str, Measure], turns: int, seconds: float) -> dict[str, Any]:
+    """Each in turn, the order reversed every other time: GB/s and CPUs by who and direction."""
+    speeds = {who: {d: [] for d in DIRECTIONS} for who in measures}
+    cpus = {who: {d: [] for d in DIRECTIONS} for who in measures}
+    for turn in range(turns):
+        for direction in DIRECTIONS:
+            for who in list(measures)[:: -1 if turn % 2 else 1]:
+                speed, taken = measures[who](direction, seconds)
+                speeds[who][direction].append(round(speed / GB, 3))
+                cpus[who][direction].append(round(taken, 2))
+    return {"gb_per_second": speeds, "cpus": cpus}
+
+
+def compare(args: argparse.Namespace, directory: Path, size_bytes: int) -> dict[str, Any]:
+    """fio's best and the tier in turns."""
+    fio = Fio(directory / "fio", size_bytes)
+    fio.lay_out()
+    tuned = best_fio(fio, fio_ways(is_short=args.short), args.tuning_seconds)
+    default, bare = TierWay(), TierWay(checksums=False)
+    measures: dict[str, Measure] = {
+        "fio": lambda direction, s: fio.bytes_per_second(tuned["best"], direction, s)
+    }
+    with (
+        tier_run(directory, size_bytes, default) as run,
+        tier_run(directory, size_bytes, bare) as bare_run,
+    ):
+        measures["zeepo"] = run.bytes_per_second
+        measures["zeepo, no checksums"] = bare_run.bytes_per_second
+        found = take_turns(measures, args.turns, args.seconds)
+    found["ratio"] = {
+        who: {d: round(_ratio(found["gb_per_second"], who, d), 3) for d in DIRECTIONS}
+        for who in measures
+        if who != "fio"
+    }
+    found["fio_best"] = {d: asdict(way) | {"label": str(way)} for d, way in tuned["best"].items()}
+    found["fio_tried"] = tuned["tried"]
+    found["tier"] = str(default)
+    fio.path.unlink()
+    return found
+
+
+def _ratio(speeds: dict[str, dict[str, list[float]]], who: str, direction: str) -> float:
+    return statistics.median(speeds[who][direction]) / statistics.median(speeds["fio"][direction])
+
+
+def sweep(directory: Path, size_bytes: int, seconds: float) -> dict[str, Any]:
+    """The tier in other ways, three times each."""
+    ways = [
+        *(TierWay(num_threads=threads) for threads in (1, 2, 3, 4, 6)),
+        *(TierWay(part_bytes=nbytes * MiB) for nbytes in (1, 2, 8, 16)),
+        *(TierWay(num_threads=3, part_bytes=nbytes * MiB) for nbytes in (2, 8, 16)),
+        *(TierWay(chunk_bytes=nbytes * MiB) for nbytes in (16, 64)),
+        TierWay(num_in_flight=1),
+        *(TierWay(num_threads=threads, checksums=False) for threads in (1, 2, 4)),
+    ]
+    found: dict[str, Any] = {}
+    for way in ways:
+        with tier_run(directory, size_bytes, way) as run:
+            measured = take_turns({str(way): run.bytes_per_second}, 3, seconds)
+        found[str(way)] = {key: value[str(way)] for key, value in measured.items()}
+    rows = [
+        [way, *(reporting.median_and_spread(f["gb_per_second"][d]) for d in DIRECTIONS)]
+        for way, f in found.items()
+    ]
+    reporting.print_table("zeepo's disk tier in other ways, GB/s", ["way", *DIRECTIONS], rows)
+    return found
+
+
+def print_comparison(found: dict[str, Any]) -> None:
+    rows = []
+    for who, speeds in found["gb_per_second"].items():
+        row = [who]
+        for direction in DIRECTIONS:
+            ratio = found["ratio"].get(who, {}).get(direction)
+            told = reporting.median_and_spread(speeds[direction])
+            row.append(told if ratio is None else f"{told} = {ratio:.0%}")
+        row.append(
+            " / ".join(f"{statistics.median(found['cpus'][who][d]):.2f}" for d in DIRECTIONS)
+        )
+        rows.append(row)
+    heads = ["", *(f"{direction}, GB/s" for direction in DIRECTIONS), "CPUs taken"]
+    reporting.print_table("disk tier beside fio's best, same directory", heads, rows)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    figure, axis = reporting.new_plot()
+    speeds = report["gb_per_second"]
+    width = 0.8 / len(speeds)
+    for index, (who, found) in enumerate(speeds.items()):
+        middles = [statistics.median(found[d]) for d in DIRECTIONS]
+        places = [place + (index - (len(speeds) - 1) / 2) * width for place in range(3)]
+        errors = [
+            [middle - min(found[d]) for middle, d in zip(middles, DIRECTIONS, strict=True)],
+            [max(found[d]) - middle for middle, d in zip(middles, DIRECTIONS, strict=True)],
+        ]
+        bars = axis.bar(places, middles, 0.92 * width, yerr=errors, label=who, capsize=3)
+        labels = [
+            f"{report['ratio'][who][d]:.0%}" if who in report["ratio"] else f"{m:.2f}"
+            for m, d in zip(middles, DIRECTIONS, strict=True)
+        ]
+        axis.bar_label(bars, labels, label_type="center", color="white", fontsize=9)
+    axis.set_xticks(range(3), ["read", "write", "read + write at once"])
+    axis.set_ylabel("GB/s (median, range of the turns)")
+    axis.set_title("zeepo's disk tier beside the best of fio")
+    axis.set_ylim(0, 1.25 * axis.get_ylim()[1])
+    axis.legend(ncols=3, frameon=False, loc="upper left")
+    reporting.save_plot(figure, report, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--disk", help="a directory on the disk in question")
+    parser.add_argument("--size-gib", type=float, help="what is read and written over again")
+    parser.add_argument("--turns", type=int)
+    parser.add_argument("--seconds", type=float, help="of one measurement")
+    parser.add_argument("--sweep", action="store_true", help="the tier in other ways as well")
+    reporting.add_arguments(parser)
+    args = parser.parse_args()
+    if shutil.which("fio") is None:
+        raise SystemExit("fio, with which this compares, is not installed: apt-get install fio")
+    args.turns = args.turns or (2 if args.short else 5)
+    args.seconds = args.seconds or (1.0 if args.short else 3.0)
+    args.tuning_seconds = 1
+    size_bytes = int((args.size_gib or (0.5 if args.short else 2.0)) * 1024) * MiB
+    reporting.warn_of_load()
+    report = reporting.new_report(
+        "speed of the disk tier beside fio", size_bytes=size_bytes, goal=GOAL, seconds=args.seconds
+    )
+    path = reporting.result_path("disk_speed", is_short=args.short, given=args.result)
+    with tempfile.TemporaryDirectory(dir=args.disk) as folder:
+        report |= compare(args, Path(folder), size_bytes)
+        print_comparison(report)
+        reporting.write(report, path)
+        draw(report, path)
+        if args.sweep:
+            report["sweep"] = sweep(Path(folder), size_bytes, args.seconds / 3)
+            reporting.write(report, path)
+
+
+if __name__ == "__main__":
+    main()

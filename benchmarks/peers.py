@@ -1,0 +1,129 @@
+"""What does a step cost on one rank, and how much memory, beside PyTorch, FSDP2 and DeepSpeed?
+
+    python benchmarks/peers.py [--disk DIRECTORY] [--models 162M 405M] [--engines ...] [--short]
+
+A GPT of 162M parameters and one of 405M (with activation checkpointing), 2 x 256 tokens. Every
+configuration of an engine runs once, then the best of each in turns with the others'; each run is a
+process of its own. The figures are the median step (and its spread) and the peak resident memory;
+losses are compared with plain PyTorch's. DeepSpeed runs in an environment of its own (`make
+peers-env`), with its optimizer in RAM, offloaded to "CPU", and to files (NVMe). An interrupted run
+goes on where it stopped: tuning that is in the result is not done again (--fresh: it is).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import reporting
+from engine_runs import MB, NUM_WARM_UP, Setting, print_rows, take_turns, tune
+from rank_engines import DISK, ONE_RANK, Configuration
+
+MODELS: dict[str, dict[str, Any]] = {
+    "162M": {"num_layers": 12},
+    "405M": {"num_layers": 24, "width": 1024, "num_heads": 16, "checkpointing": True},
+}
+TINY = {"num_layers": 2, "width": 128, "num_heads": 2, "vocabulary": 1000, "sequence": 64}
+QUESTION = "step time and memory on one rank beside PyTorch, FSDP2 and DeepSpeed"
+
+
+def candidates_of(args: argparse.Namespace) -> dict[str, list[Configuration]]:
+    """The engines with what is tried of each; in the short form two configurations."""
+    on_disk = {"disk": DISK, "ram": args.ram}
+    on_disk |= dict.fromkeys(("params", "grads", "optimizer_state"), "disk")
+    name = f"on disk, ram={args.ram}"
+    known = {**ONE_RANK, "zeepo-disk": [Configuration("zeepo-disk", name, on_disk, 2)]}
+    return {engine: known[engine][: 2 if args.short else None] for engine in args.engines}
+
+
+def compare(
+    args: argparse.Namespace, name: str, report: dict[str, Any], path: Path
+) -> dict[str, Any]:
+    """One model with every engine; what is known is written after each turn."""
+    setting = Setting(
+        num_ranks=1,
+        model=TINY if args.short else MODELS[name],
+        num_steps=args.steps,
+        num_tuning_steps=args.tuning_steps,
+        num_turns=args.turns,
+        seconds=args.seconds,
+        batch=2,
+        disk=args.disk,
+        reference="plain",
+    )
+    print(f"{name}: {setting.model}, batch of 2", flush=True)
+    found = report["models"].setdefault(name, {})
+    tuned = tune(candidates_of(args), setting, found.get("tried"))
+    found |= {"model": setting.model, "batch": 2, "tried": tuned.short()}
+
+    def keep(rows: dict[str, Any]) -> None:
+        found["rows"] = rows
+        reporting.write(report, path)
+
+    keep({})
+    rows = take_turns(tuned, setting, keep)
+    print_rows(f"{name} on one rank", rows, "plain PyTorch")
+    return rows
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Time and memory of each engine, a column for each model."""
+    models = {name: found for name, found in report["models"].items() if found.get("rows")}
+    figure, axes = reporting.new_plot(6.0 * len(models), 4.8, len(models))
+    for axis, (name, found) in zip(
+        axes if len(models) > 1 else [axes], models.items(), strict=True
+    ):
+        for engine, row in found["rows"].items():
+            seconds, peak = row["seconds_per_step"], row["peak_bytes"] / MB / 1000
+            is_ours = engine.startswith("zeepo")
+            spread = row["seconds_of_turns"]
+            errors = [[seconds - min(spread)], [max(spread) - seconds]]
+            color = "tab:orange" if is_ours else "tab:blue"
+            axis.errorbar(peak, seconds, yerr=errors, fmt="o", color=color, capsize=3)
+            axis.annotate(
+                engine,
+                (peak, seconds),
+                xytext=(5, 4),
+                textcoords="offset points",
+                fontsize=8,
+                weight="bold" if is_ours else "normal",
+            )
+        axis.set_xlim(0, 1.25 * axis.get_xlim()[1])
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+        axis.set_xlabel("peak resident memory, GB")
+        axis.set_ylabel("seconds a step (median, range)")
+        axis.set_title(f"GPT, {name} parameters, 2 x {found['model'].get('sequence', 256)} tokens")
+    reporting.save_plot(figure, report, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--engines", nargs="*", choices=list(ONE_RANK), default=list(ONE_RANK))
+    parser.add_argument("--disk", help="for what zeepo and DeepSpeed have on disk")
+    parser.add_argument("--ram", help="of zeepo on disk", default="1.5GiB")
+    parser.add_argument("--turns", type=int)
+    parser.add_argument("--steps", type=int, help=f"of a run, the first {NUM_WARM_UP} uncounted")
+    parser.add_argument("--tuning-steps", type=int)
+    parser.add_argument("--seconds", type=float, default=900.0, help="for one run")
+    parser.add_argument("--fresh", action="store_true", help="forget what was tuned before")
+    reporting.add_arguments(parser)
+    args = parser.parse_args()
+    args.turns = args.turns or (1 if args.short else 5)
+    args.steps = args.steps or (3 if args.short else 7)
+    args.tuning_steps = args.tuning_steps or (3 if args.short else 4)
+    args.models = args.models[:1] if args.short else args.models
+    reporting.warn_of_load()
+    path = reporting.result_path("peers", is_short=args.short, given=args.result)
+    report = reporting.new_report(QUESTION, num_warm_up=NUM_WARM_UP, models={})
+    if path.exists() and not args.fresh and not args.short:
+        report["models"] = json.loads(path.read_text())["models"]
+    for name in args.models:
+        compare(args, name, report, path)
+    draw(report, path)
+
+
+if __name__ == "__main__":
+    main()
