@@ -7,7 +7,7 @@
 
 enum { BLOCK = 16, BLOCK_BYTES = 20 };
 /* Elements between two looks at memory: all they need stays in the first cache. */
-enum { TILE = 512 };
+enum { TILE = 512, LARGE_TILE = 1 << 15 };
 enum { MAX_STATES = 3 };
 
 enum { ADAM, SGD, ADAGRAD, LION };
