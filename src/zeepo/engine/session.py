@@ -119,7 +119,7 @@ class Session:
             self._adopt_units(units)
             if self._ranks is not None:
                 self._ends_of_backward.install()
-                self._samples.watch(self._models if options.weigh_samples else [])
+                self._samples.watch(self._models, counts=options.weigh_samples)
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
             self._regions.install(self._models)
@@ -147,7 +147,7 @@ class Session:
         exchange_legacies(ranks.network, self._disk)
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
-        self._manager.use_ranks(ranks, self._samples.take)
+        self._manager.use_ranks(ranks, self._samples.take, self._samples.first_batch)
         return ranks
 
     def _before_backward(self) -> None:
