@@ -144,7 +144,7 @@ def _set_up(job: CompareJob) -> None:
 
 def _override_options(job: CompareJob) -> None:
     """The program's own placement and stage give way to those of the way."""
-    init = zeepo.engine.api.init
+    init, lazy = zeepo.engine.api.init, zeepo.lazy
     automatic: list[Any] = []
 
     def init_this_way(*args: Any, **options: Any) -> Any:
@@ -158,7 +158,11 @@ def _override_options(job: CompareJob) -> None:
             chosen |= {} if job.ram is None else {"ram": job.ram}
         return init(*args, **chosen)
 
-    replace_functions({"init": init_this_way})
+    def lazy_this_way(ram: Any = None, *args: Any, **options: Any) -> zeepo.lazy:
+        """The session would take its ram over."""
+        return lazy(job.ram if job.way.is_on_disk else None, *args, **options)
+
+    replace_functions({"init": init_this_way, "lazy": lazy_this_way})
     automatic.append(init_this_way())  # for a program that never calls it
 
 

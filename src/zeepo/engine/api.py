@@ -31,7 +31,8 @@ def init(
     Without a model, what trains is adopted at its first forward. Options, as keywords, `ZEEPO_*`
     variables or in the TOML file `config`:
 
-    - ram: how much the process may grow, "2GiB" or bytes; default: what is free, less a margin.
+    - ram: how much the process may grow, "2GiB" or bytes; default: that of `zeepo.lazy(ram=...)`,
+      if the model was built in one, else what is free, less a margin.
     - disk: a directory, or a list of them, for what does not stay in RAM; default: none.
     - disk_limit: how much of it may be used; default: what is free there.
     - params, grads, optimizer_state: "ram" or "disk", where each rests; default "auto": the disk

@@ -30,7 +30,7 @@ from zeepo.engine.closing import Closing
 from zeepo.engine.ends_of_backward import EndsOfBackward
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
-from zeepo.engine.lazy import lazy_managers
+from zeepo.engine.lazy import lazy_managers, with_ram_of_lazy
 from zeepo.engine.legacies import exchange_legacies
 from zeepo.engine.manager import Manager
 from zeepo.engine.ranks import Ranks
@@ -76,7 +76,7 @@ class Session:
         self._telemetry = Telemetry(options)
         self._interrupts = Interrupts()
         try:
-            self._open(options)
+            self._open(with_ram_of_lazy(options, self._models))
         except BaseException:
             self._telemetry.stop()
             self._interrupts.remove()
