@@ -18,8 +18,8 @@ STATS = Stats(
     bytes_kept={"params": 2 << 20},
     bytes_moved={"disk->ram": 0, "ram->disk": 0},
     evictions=4,
-    fetches=5,
-    prefetches=6,
+    fetches=6,
+    prefetches=5,
     writes=7,
     buffer_reuses=8,
     seconds_waited=0.126,
@@ -32,7 +32,7 @@ in RAM     3.0 MiB, at most 5.0 MiB
 of it      params 2.0 MiB, grads 1.0 MiB
 resting    params 2.0 MiB
 evictions  4, buffers reused 8
-reads      5 awaited, 6 ahead; writes 7
+reads      6, 5 of them ahead; writes 7
 waited     0.13 s for transfers"""
     assert str(STATS) == repr(STATS) == expected
 

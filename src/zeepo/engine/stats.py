@@ -77,7 +77,7 @@ def stats_text(stats: Stats) -> str:
         ("resting", _sizes(stats.bytes_kept)),
         ("moved", _sizes(stats.bytes_moved)),
         ("evictions", f"{stats.evictions}, buffers reused {stats.buffer_reuses}"),
-        ("reads", f"{stats.fetches} awaited, {stats.prefetches} ahead; writes {stats.writes}"),
+        ("reads", f"{stats.fetches}, {stats.prefetches} of them ahead; writes {stats.writes}"),
         ("activations", _activations(stats)),
         ("waited", f"{stats.seconds_waited:.2f} s for transfers"),
         ("sent", _sizes(stats.bytes_sent)),
