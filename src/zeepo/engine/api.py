@@ -56,7 +56,7 @@ def init(
     resolved = resolve_options(options, config_path=config)
     if _session is not None and not _session.is_closed:
         raise SessionError("zeepo.init: a session is open already. Close it first: zeepo.close().")
-    launching.launch(resolved.num_gpus or 1)
+    launching.launch(resolved.num_gpus)
     models, optimizers = models_and_optimizers(model, optimizer)
     if not models and optimizers:
         raise ConfigError("zeepo.init got an optimizer without a model: give both, or neither.")
