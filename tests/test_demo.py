@@ -18,6 +18,7 @@ from examples.demo import report
 from examples.demo.__main__ import conclude
 from examples.demo.text import Tokenizer
 from examples.demo.watch import MiB, Run
+from tests.once import once
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,16 +31,22 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-@pytest.fixture(scope="module")
-def small_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The output folder and what was printed."""
-    output = tmp_path_factory.mktemp("demo")
+def run_small_demo(folder: Path) -> None:
+    output = folder / "output"
+    output.mkdir()
     command = [sys.executable, "-m", "examples.demo", "--small", "--output", str(output)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ZEEPO_PROGRESS": "true"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "", "zeepo's own progress is in the way of the demo's"
-    return output, done.stdout
+    (folder / "printed").write_text(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def small_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The output folder and what was printed."""
+    folder = once(tmp_path_factory, "demo", run_small_demo)
+    return folder / "output", (folder / "printed").read_text()
 
 
 def test_losses_are_equal_and_shown(small_demo: tuple[Path, str]) -> None:

@@ -34,12 +34,15 @@ def run(*command: object) -> str:
 # -- mnist ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(4, marks=pytest.mark.slow), 2])
-def test_mnist(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_epochs"), [pytest.param(4, 3, marks=pytest.mark.slow), (2, 2)]
+)
+def test_mnist(num_ranks: int, num_epochs: int) -> None:
     """Falling losses, those of one process, and each rank keeps its share."""
-    plain, shown = (run("examples/mnist.py", f"--ranks={n}", "--epochs=3") for n in (1, num_ranks))
+    epochs = f"--epochs={num_epochs}"
+    plain, shown = (run("examples/mnist.py", f"--ranks={n}", epochs) for n in (1, num_ranks))
     expected, losses = ([float(x) for x in re.findall(r"loss (\S+)", s)] for s in (plain, shown))
-    assert len(losses) == 3
+    assert len(losses) == num_epochs
     assert losses == sorted(losses, reverse=True)
     assert losses == pytest.approx(expected, abs=1e-5)
     for kind in ("params", "grads", "optimizer state"):
@@ -81,6 +84,7 @@ def test_binary_classification_sees_a_single_bit(capsys: pytest.CaptureFixture[s
 # -- simple_zero ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_simple_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "6")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -101,6 +105,7 @@ def test_simple_zero_is_simple() -> None:
 # -- gpt_bigger_than_ram --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gpt_bigger_than_ram(tmp_path: Path) -> None:
     shown = run(
         "examples/gpt_bigger_than_ram.py", "--layers=14", "--width=256", "--length=32",

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,11 @@ def test_the_check_sees_a_violation(component: str, line: str) -> None:
 )
 def test_the_check_lets_down_and_inside_pass(component: str, line: str) -> None:
     assert violations(line, component, ("zeepo", component)) == []
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+    """By pytest's default "dist" is one of the folders that are not looked into."""
+    tests = Path(__file__).parent
+    folders = {part for file in tests.rglob("test_*.py") for part in file.relative_to(tests).parts}
+    patterns = pytestconfig.getini("norecursedirs")
+    assert not [f for f in folders for pattern in patterns if fnmatch(f, pattern)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.once import once
 from zeepo.sabotage import SITES, sabotage, sabotaged
 
 ROOT = Path(__file__).parents[1]
@@ -24,20 +25,20 @@ CAUGHT = ("difference", "exception", "crash")
 Answers = dict[str, dict[str, Any]]
 
 
+def break_every_site(folder: Path) -> None:
+    command = [sys.executable, "-m", "tests.mutation_runner", str(folder), "none", *SITES]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "answers.jsonl").write_text(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """How the run of every site ended."""
-    command = [sys.executable, "-m", "tests.mutation_runner"]
-    done = subprocess.run(
-        [*command, str(tmp_path_factory.mktemp("mutations")), "none", *SITES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    told = once(tmp_path_factory, "mutations", break_every_site) / "answers.jsonl"
+    found = [json.loads(line) for line in told.read_text().splitlines() if line.startswith("{")]
     return {answer["site"]: answer for answer in found}
 
 

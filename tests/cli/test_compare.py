@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from zeepo.cli import main
 
 PROGRAM = """
 import sys, torch, zeepo
@@ -52,7 +55,11 @@ def compare(folder: Path, *options: str, text: str = PROGRAM) -> subprocess.Comp
 
 @pytest.mark.parametrize(
     "ways",
-    ["ddp,stage3", pytest.param("disk,ddp,stage1,stage2,stage3-disk", marks=pytest.mark.slow)],
+    [
+        "stage3",
+        pytest.param("ddp,stage3", marks=pytest.mark.slow),
+        pytest.param("disk,ddp,stage1,stage2,stage3-disk", marks=pytest.mark.slow),
+    ],
 )
 def test_all_ways_give_the_same(tmp_path: Path, ways: str) -> None:
     done = compare(tmp_path, "--seeds=1", f"--ways={ways}", "--metric=score")
@@ -64,7 +71,14 @@ def test_all_ways_give_the_same(tmp_path: Path, ways: str) -> None:
         assert run["metric"] == pytest.approx(plain["metric"], abs=1e-6)
         assert 0 < run["seconds"] < 1000
         assert run["peak_bytes"] > 1 << 20
+        assert run["torch_version"] == torch.__version__
+        assert run["num_threads"] == 1
+    for result in found:
+        is_zeepo = result["way"]["engine"] == "zeepo"
+        assert (result["runs"][0]["ram_bytes"] is not None) == is_zeepo
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    num_ways = len(found)
+    assert f"{num_ways} runs of script.py, one after another: {num_ways} ways" in done.stdout
     for result in found:
         assert result["way"]["name"] in done.stdout
     assert {p.name for p in tmp_path.iterdir()} == {"script.py", "compare.json", "compare.png"}
@@ -88,6 +102,29 @@ def test_seeds_differ_and_repeat(tmp_path: Path) -> None:
     (result,) = json.loads((tmp_path / "compare.json").read_text())["results"]
     first, second = [run["metric"] for run in result["runs"]]
     assert first != second
+    low, high = sorted(run["seconds"] for run in result["runs"])
+    assert f"{low:.1f} to {high:.1f}" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_ram_that_was_given_is_shown(tmp_path: Path) -> None:
+    done = compare(tmp_path, "--seeds=1", "--ways=disk", "--ram=321MiB")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "321.0 MiB" in done.stdout
+    found = json.loads((tmp_path / "compare.json").read_text())["results"]
+    assert [result["runs"][0]["ram_bytes"] for result in found] == [None, 321 << 20]
+
+
+@pytest.mark.slow
+def test_without_a_model_the_disk_ways_get_the_least_too(tmp_path: Path) -> None:
+    text = PROGRAM.replace("zeepo.init(model, optimizer, stage=1, num_gpus=4)", "zeepo.init()")
+    text = text.replace("loss {loss.item():.9f}", "loss nan")
+    assert text.count("zeepo.init()") == text.count("loss nan") == 1
+    done = compare(tmp_path, "--seeds=1", "--ways=disk", text=text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, disk = json.loads((tmp_path / "compare.json").read_text())["results"]
+    assert disk["runs"][0]["ram_bytes"] < 200 << 20
+    assert plain["runs"][0]["metric"] is None
 
 
 def test_a_program_that_fails(tmp_path: Path) -> None:
@@ -106,8 +143,9 @@ def test_a_program_that_fails(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_said_before_training(
-    tmp_path: Path, options: list[str], words: str
+    tmp_path: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = compare(tmp_path, *options)
-    assert done.returncode == 2
-    assert words in done.stdout
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    assert main(["compare", *options, str(script)]) == 2
+    assert words in capsys.readouterr().out

@@ -60,6 +60,7 @@ def test_the_example_trains_as_one_process_does() -> None:
     assert done.status == 0, done.err
     assert losses_printed(done.out, 2) == losses_expected(2, 5)[0]
     assert "OMP_NUM_THREADS" not in done.err
+    assert "num_gpus" not in done.err, "nobody asked for a number"
 
 
 @pytest.mark.slow

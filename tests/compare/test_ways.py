@@ -1,5 +1,8 @@
 """What is compared, and how a metric is found in what a program prints."""
 
+import json
+import math
+
 import pytest
 
 from zeepo.compare.ways import KEYS, Result, RunFacts, all_ways, find_metric
@@ -46,3 +49,20 @@ def test_spread_and_difference() -> None:
     assert (a.metric, a.spread, a.peak_bytes) == (2.25, 0.5, 30)
     assert b.difference(a) == 0.25
     assert Result(other, (RunFacts(1.0, 10, None),)).metric is None
+
+
+def test_range_of_times_and_budget() -> None:
+    way = all_ways(1)[1]
+    runs = (RunFacts(3.0, 10, 2.0, ram_bytes=70), RunFacts(1.0, 10, 2.0, ram_bytes=80))
+    assert Result(way, runs).seconds_range == (1.0, 3.0)
+    assert Result(way, runs).ram_bytes == 80
+    assert Result(way, (RunFacts(1.0, 10, None),)).ram_bytes is None
+
+
+@pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf, None])
+def test_what_json_cannot_hold_is_null(metric: float | None) -> None:
+    result = Result(all_ways(1)[0], (RunFacts(1.0, 10, metric), RunFacts(1.0, 10, 0.5)))
+    found = json.loads(json.dumps(result.as_json(), allow_nan=False))
+    assert [run["metric"] for run in found["runs"]] == [None, 0.5]
+    assert found["way"]["key"] == "plain"
+    assert found["failure"] == ""

@@ -30,7 +30,7 @@ def two_hosts() -> Iterator[TwoHosts]:
         yield two_hosts
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_two_hosts_equal_one(
     nursery: Nursery, tmp_path: Path, two_hosts: TwoHosts, stage: int
 ) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 import zeepo
 from zeepo.engine.lazy import LazyManager
 from zeepo.engine.managed import home_of
+from zeepo.engine.tuning import tuned
 from zeepo.errors import BudgetError, SessionError
 from zeepo.units import KiB, MiB
 
@@ -151,7 +153,7 @@ def test_what_was_replaced_while_building_is_forgotten(tmp_path: Path) -> None:
     manager = manager_of(model)
     assert len(manager.homes) == 5
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeepo.init(model, optimizer, disk=tmp_path):
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path):
         assert model[2].weight is model[0].weight
         assert manager.homes == {}
 
@@ -223,6 +225,40 @@ def test_without_a_stated_budget_the_largest_parameter_has_room(tmp_path: Path) 
     with zeepo.lazy(disk=tmp_path):
         model = nn.Linear(9000, 9000, bias=False)
     assert home_of(model.weight) is not None
+
+
+def test_a_session_without_ram_gets_that_of_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened_with(*lazy_rams: int | None, **options: Any) -> int:
+        layers = []
+        for ram in lazy_rams:
+            with zeepo.lazy(ram=ram, disk=tmp_path):
+                layers.append(nn.Linear(5, 5))
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with zeepo.init(model, optimizer, disk=tmp_path, **options) as session:
+            return session.plan.ram
+
+    assert opened_with(300 * MiB) == 300 * MiB
+    assert opened_with(300 * MiB, 400 * MiB) == 400 * MiB, "the largest"
+    assert opened_with(300 * MiB, ram="500MiB") == 500 * MiB, "what init is given wins"
+    with tuned(least_ram=True):
+        assert opened_with(300 * MiB) < 300 * MiB
+    monkeypatch.setenv("ZEEPO_RAM", "600MiB")
+    assert opened_with(300 * MiB) == 600 * MiB
+    with pytest.raises(BudgetError, match="is too little"):
+        opened_with(300 * MiB, ram="1MiB")
+
+
+def test_a_model_that_is_adopted_brings_the_ram_of_its_block(tmp_path: Path) -> None:
+    with zeepo.lazy(ram="300MiB", disk=tmp_path):
+        model = nn.Linear(5, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeepo.init(disk=tmp_path) as session:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        assert session.plan.ram == 300 * MiB
 
 
 def test_one_block_at_a_time(tmp_path: Path) -> None:

@@ -46,12 +46,15 @@ def counts() -> dict[str, int]:
     return {**found, "files": files, "threads": threading.active_count()}
 
 
-def test_three_hundred_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_before", "num_steps"), [(20, 60), pytest.param(50, 250, marks=pytest.mark.slow)]
+)
+def test_many_steps(tmp_path: Path, num_before: int, num_steps: int) -> None:
     model, optimizer = build()
     with open_at_minimum(model, optimizer, tmp_path) as session:
-        train(model, optimizer, range(50))
+        train(model, optimizer, range(num_before))
         before, resident, held = counts(), resident_bytes(), session.stats().bytes_now
-        train(model, optimizer, range(250))
+        train(model, optimizer, range(num_steps))
         after = counts()
         assert resident_bytes() - resident < 4 * MiB
         assert after == before
@@ -88,7 +91,8 @@ def test_odd_steps_do_not_leak_either(tmp_path: Path) -> None:
         assert all(chunk.leases == 0 for chunk in session._store.chunks())
 
 
-def test_twenty_sessions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_sessions", [5, pytest.param(17, marks=pytest.mark.slow)])
+def test_many_sessions(tmp_path: Path, num_sessions: int) -> None:
     model, optimizer = build()
 
     def one_session() -> None:
@@ -98,7 +102,7 @@ def test_twenty_sessions(tmp_path: Path) -> None:
     for _ in range(3):
         one_session()
     before, resident = counts(), resident_bytes()
-    for _ in range(17):
+    for _ in range(num_sessions):
         one_session()
     assert counts() == before
     assert resident_bytes() - resident < 6 * MiB

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import zeepo
 from tests.faults.small import REPOSITORY, build, run_program, scratch_files, train
 
@@ -22,6 +24,7 @@ assert len(scratch_files(Path(sys.argv[1]))) >= 3
 """
 
 
+@pytest.mark.slow  # tests/memory/test_scratch.py has it without a session
 def test_exit_without_close_and_uncaught_exceptions(tmp_path: Path) -> None:
     late = "import atexit\natexit.register(lambda: print(float(model.layers[0].bias.sum())))\n"
     done = run_program(OPENING + late, tmp_path)
@@ -33,6 +36,7 @@ def test_exit_without_close_and_uncaught_exceptions(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # so has it this
 def test_leftovers_of_the_killed_and_files_of_the_living(tmp_path: Path) -> None:
     source = OPENING + "print('ready', flush=True)\nsys.stdin.read()\n"
     processes = [

@@ -81,10 +81,21 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(escape(f"zeepo compare: {problem}"))
         return ERROR
     ways = [way for way in all_ways(arguments.ranks) if way.key in arguments.ways]
+    console.print(escape(_announcement(ways, arguments)))
     results = [_train(way, arguments, console, f"{n}/{len(ways)}") for n, way in enumerate(ways, 1)]
     _show(results, arguments.metric, console)
     _keep(results, arguments, console)
     return FAILED if any(result.failure for result in results) else PASS
+
+
+def _announcement(ways: Sequence[Way], arguments: argparse.Namespace) -> str:
+    """How long it may take is for the user to judge, before it begins."""
+    num_runs = len(ways) * arguments.seeds
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    what = " ".join([Path(arguments.script).name, *arguments.arguments])
+    return (
+        f"{runs} of {what}, one after another: {len(ways)} ways, seeds of each: {arguments.seeds}"
+    )
 
 
 def _find_problem(arguments: argparse.Namespace) -> str:
@@ -131,7 +142,8 @@ def _show(results: Sequence[Result], metric: str, console: Console) -> None:
     plain = results[0]
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for title in ("time", "x plain", "peak of a rank", "x plain", metric, "spread", "off plain"):
+    titles = ("time", "range", "x plain", "ram", "peak of a rank", "x plain")
+    for title in (*titles, metric, "spread", "off plain"):
         table.add_column(title, justify="right")
     for result in results:
         if result.failure:
@@ -146,7 +158,9 @@ def _show(results: Sequence[Result], metric: str, console: Console) -> None:
         table.add_row(
             escape(result.way.name),
             f"{result.seconds:.1f} s",
+            _range(result),
             ratios[0],
+            "" if result.ram_bytes is None else format_bytes(result.ram_bytes),
             format_bytes(result.peak_bytes),
             ratios[1],
             "not printed" if result.metric is None else f"{result.metric:.6g}",
@@ -158,8 +172,15 @@ def _show(results: Sequence[Result], metric: str, console: Console) -> None:
         f"\n{metric}: the last that the first rank printed, the mean over the seeds. Spread: "
         "between the seeds.\nOff plain: the largest difference to plain PyTorch with the same "
         "seed. Peak: growth of the largest rank\nwhile the program ran: of a small model most "
-        "is torch and data. Time: the median of the seeds, without torch's import."
+        "is torch and data. Time: the median of the seeds, without torch's\nimport. Range: the "
+        "shortest and the longest. Ram: the budget of each rank; with a disk --ram, or the least "
+        "that\nworks, else what was free."
     )
+
+
+def _range(result: Result) -> str:
+    low, high = result.seconds_range
+    return f"{low:.1f} to {high:.1f}" if len(result.runs) > 1 else ""
 
 
 def _off(result: Result, plain: Result) -> str:
@@ -182,7 +203,7 @@ def _keep(results: Sequence[Result], arguments: argparse.Namespace, console: Con
         "results": [result.as_json() for result in results],
     }
     data = base.with_name(base.name + ".json")
-    data.write_text(json.dumps(report, indent=1) + "\n")
+    data.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     console.print(escape(f"\nwritten: {data}"))
     picture = base.with_name(base.name + ".png")
     try:

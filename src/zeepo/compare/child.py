@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 import zeepo
 import zeepo.engine.api
+from zeepo import events
 from zeepo.compare.ways import Way
 from zeepo.engine.tuning import tuned
 from zeepo.launch import launching
@@ -68,13 +69,15 @@ def run(job: CompareJob, rank: int) -> dict[str, Any]:
     _shift_seeds(job.seed)
     _take_place(job, rank)
     _set_up(job)
+    budgets = _listen_for_budgets()
     before = memory_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     started = time.perf_counter()
     failure = ""
     try:
-        _run_program(job)
-        zeepo.close()
+        with tuned(least_ram=job.way.is_on_disk and job.ram is None):
+            _run_program(job)
+            zeepo.close()
     except SystemExit as error:
         failure = "" if error.code in (None, 0) else f"exit status {error.code}"
     except BaseException:
@@ -83,7 +86,24 @@ def run(job: CompareJob, rank: int) -> dict[str, Any]:
         "seconds": time.perf_counter() - started,
         "peak_bytes": memory_bytes("VmHWM") - before,
         "failure": failure,
+        "ram_bytes": budgets,
+        "torch_version": torch.__version__,
+        "num_threads": torch.get_num_threads(),
     }
+
+
+def _listen_for_budgets() -> list[int]:
+    """Gets the `ram` of the first session that opens; then nobody listens, and nothing is timed
+    but the program."""
+    found: list[int] = []
+
+    def note(event: events.Event) -> None:
+        if event["event"] == "session_open":
+            found.append(event["ram"])
+            events.stop_listening(note)
+
+    events.listen(note)
+    return found
 
 
 def _shift_seeds(seed: int) -> None:
@@ -124,7 +144,7 @@ def _set_up(job: CompareJob) -> None:
 
 def _override_options(job: CompareJob) -> None:
     """The program's own placement and stage give way to those of the way."""
-    init = zeepo.engine.api.init
+    init, lazy = zeepo.engine.api.init, zeepo.lazy
     automatic: list[Any] = []
 
     def init_this_way(*args: Any, **options: Any) -> Any:
@@ -136,10 +156,13 @@ def _override_options(job: CompareJob) -> None:
         if job.way.is_on_disk:
             chosen |= {"disk": job.disk, "params": "disk", "optimizer_state": "disk"}
             chosen |= {} if job.ram is None else {"ram": job.ram}
-        with tuned(least_ram=job.way.is_on_disk and job.ram is None):
-            return init(*args, **chosen)
+        return init(*args, **chosen)
 
-    replace_functions({"init": init_this_way})
+    def lazy_this_way(ram: Any = None, *args: Any, **options: Any) -> zeepo.lazy:
+        """The session would take its ram over."""
+        return lazy(job.ram if job.way.is_on_disk else None, *args, **options)
+
+    replace_functions({"init": init_this_way, "lazy": lazy_this_way})
     automatic.append(init_this_way())  # for a program that never calls it
 
 

@@ -24,7 +24,9 @@ def draw(results: Sequence[Result], metric: str, title: str, path: Path) -> None
     )
     names = [result.way.name for result in shown]
     colours = [COLOURS[result.way.engine] for result in shown]
-    _bars(axes[0], names, [result.seconds for result in shown], colours, "seconds", "{:.1f}")
+    seconds = [result.seconds for result in shown]
+    label = "seconds, and their range over the seeds"
+    _bars(axes[0], names, seconds, colours, label, "{:.1f}", [r.seconds_range for r in shown])
     megabytes = [result.peak_bytes / 2**20 for result in shown]
     _bars(axes[1], names, megabytes, colours, "peak growth of a rank, MiB", "{:.0f}")
     _dots(axes[2], shown, colours, metric)
@@ -34,11 +36,24 @@ def draw(results: Sequence[Result], metric: str, title: str, path: Path) -> None
 
 
 def _bars(
-    axis: Any, names: list[str], values: list[float], colours: list[str], label: str, text: str
+    axis: Any,
+    names: list[str],
+    values: list[float],
+    colours: list[str],
+    label: str,
+    text: str,
+    ranges: Sequence[tuple[float, float]] | None = None,
 ) -> None:
+    """With ranges: a line from the lowest to the highest on each bar, and the number behind it."""
+    ranges = [(value, value) for value in values] if ranges is None else ranges
+    pairs = list(zip(values, ranges, strict=True))
+    errors = [[value - low for value, (low, _) in pairs], [high - v for v, (_, high) in pairs]]
     bars = axis.barh(names, values, color=colours, height=0.65)
+    if any(map(any, errors)):
+        line = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+        bars.errorbar = axis.errorbar(values, names, xerr=errors, **line)  # labels stay clear of it
     axis.bar_label(bars, [text.format(value) for value in values], padding=3, fontsize=8)
-    axis.set_xlim(0, 1.2 * max(values, default=1.0))
+    axis.set_xlim(0, 1.2 * max((high for _, high in ranges), default=1.0))
     _plain(axis, label)
 
 

@@ -50,6 +50,9 @@ def run_once(job: CompareJob, metric: str) -> RunFacts:
         seconds=max(fact["seconds"] for fact in facts),
         peak_bytes=max(fact["peak_bytes"] for fact in facts),
         metric=find_metric(printed, metric),
+        ram_bytes=max((ram for fact in facts for ram in fact["ram_bytes"]), default=None),
+        torch_version=facts[0]["torch_version"],
+        num_threads=facts[0]["num_threads"],
     )
 
 

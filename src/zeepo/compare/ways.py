@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -54,6 +55,16 @@ class RunFacts:
     """By how much the largest rank grew."""
     metric: float | None
     """The last value that the first rank printed."""
+    ram_bytes: int | None = None
+    """The budget of a rank, under zeepo; the largest, if they differ."""
+    torch_version: str = ""
+    num_threads: int = 0
+    """Of torch, in each rank."""
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON has no NaN and no infinity: they become null."""
+        is_number = self.metric is not None and math.isfinite(self.metric)
+        return asdict(self) | {"metric": self.metric if is_number else None}
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,15 @@ class Result:
     def seconds(self) -> float:
         """The median of the seeds."""
         return median(run.seconds for run in self.runs)
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """The shortest and the longest run."""
+        return min(run.seconds for run in self.runs), max(run.seconds for run in self.runs)
+
+    @property
+    def ram_bytes(self) -> int | None:
+        return max((run.ram_bytes for run in self.runs if run.ram_bytes is not None), default=None)
 
     @property
     def peak_bytes(self) -> int:
@@ -93,7 +113,8 @@ class Result:
         return max((abs(a - b) for a, b in pairs), default=None)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        runs = [run.as_json() for run in self.runs]
+        return {"way": asdict(self.way), "runs": runs, "failure": self.failure}
 
 
 def find_metric(output: str, name: str) -> float | None:

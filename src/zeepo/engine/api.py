@@ -31,7 +31,8 @@ def init(
     Without a model, what trains is adopted at its first forward. Options, as keywords, `ZEEPO_*`
     variables or in the TOML file `config`:
 
-    - ram: how much the process may grow, "2GiB" or bytes; default: what is free, less a margin.
+    - ram: how much the process may grow, "2GiB" or bytes; default: that of `zeepo.lazy(ram=...)`,
+      if the model was built in one, else what is free, less a margin.
     - disk: a directory, or a list of them, for what does not stay in RAM; default: none.
     - disk_limit: how much of it may be used; default: what is free there.
     - params, grads, optimizer_state: "ram" or "disk", where each rests; default "auto": the disk
@@ -55,7 +56,7 @@ def init(
     resolved = resolve_options(options, config_path=config)
     if _session is not None and not _session.is_closed:
         raise SessionError("zeepo.init: a session is open already. Close it first: zeepo.close().")
-    launching.launch(resolved.num_gpus or 1)
+    launching.launch(resolved.num_gpus)
     models, optimizers = models_and_optimizers(model, optimizer)
     if not models and optimizers:
         raise ConfigError("zeepo.init got an optimizer without a model: give both, or neither.")

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,7 @@ from zeepo.engine.managed import (
     write_autograd_grad,
 )
 from zeepo.engine.manager import Manager
+from zeepo.engine.tuning import tuning
 from zeepo.errors import SessionError
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.heap import give_back_free_memory
@@ -57,7 +59,8 @@ class LazyManager(Manager):
 
     def __init__(self, options: Options, building: Building):
         self._building = building
-        self._ram_bytes = options.ram
+        self.ram_bytes = options.ram
+        """As stated, or None."""
         ram_bytes = options.ram or DEFAULT_RAM_BYTES
         beside_torch = ram_bytes - TORCH_GROWTH_BYTES - HEAP_BYTES
         share_bytes = min(int(MANAGED_SHARE * ram_bytes), beside_torch)
@@ -139,7 +142,7 @@ class LazyManager(Manager):
         least = 2 * parameter.numel() * parameter.element_size() + self._disk.staging_bytes
         ledger = self.store.ledger
         if (ledger.limit_bytes or 0) < least:
-            ledger.limit_bytes = least if self._ram_bytes is None else min(least, self._ram_bytes)
+            ledger.limit_bytes = least if self.ram_bytes is None else min(least, self.ram_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -178,7 +181,7 @@ class lazy:
     `ram` is how much the process may grow while the model is built ("512MiB" or bytes); by default
     what is needed, twice the largest parameter. `disk` is a directory, or several, for the rest; by
     default `ZEEPO_DISK` or a temporary directory. `progress` is as for `zeepo.init`. Give the model
-    to `zeepo.init` afterwards.
+    to `zeepo.init` afterwards: without a `ram` of its own the session gets this one.
     """
 
     def __init__(
@@ -238,6 +241,18 @@ def lazy_managers(parameters: Sequence[Tensor]) -> list[LazyManager]:
     """Those that hold some of these parameters."""
     managers = {id(h.manager): h.manager for h in map(home_of, parameters) if h is not None}
     return [manager for manager in managers.values() if isinstance(manager, LazyManager)]
+
+
+def with_ram_of_lazy(options: Options, models: Sequence[nn.Module]) -> Options:
+    """A session whose ram is not stated gets what its model was built in, the largest of several.
+
+    Not where tools ask for the least.
+    """
+    if options.ram is not None or tuning().least_ram:
+        return options
+    managers = lazy_managers([p for model in models for p in model.parameters()])
+    stated = [manager.ram_bytes for manager in managers if manager.ram_bytes is not None]
+    return replace(options, ram=max(stated)) if stated else options
 
 
 def _is_manageable(parameter: nn.Parameter) -> bool:

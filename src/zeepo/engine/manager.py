@@ -19,6 +19,7 @@ from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.chunks.wholes import be_copy
 from zeepo.engine.backward import NodeLeases, tensors_in
 from zeepo.engine.copies import Copies
+from zeepo.engine.first_batch import FirstBatch
 from zeepo.engine.gradients import Gradients
 from zeepo.engine.managed import (
     Home,
@@ -85,11 +86,11 @@ class Manager:
             self.gradients.absorb(home)
         return chunk
 
-    def use_ranks(self, ranks: Ranks, count_samples: Callable[[], int]) -> None:
+    def use_ranks(self, ranks: Ranks, count: Callable[[], int], first: FirstBatch) -> None:
         """Everything adopted from now on is shared with the other ranks."""
         self.ranks = ranks
         ranks.slots = self.slots
-        self.reduction = Reduction(self.store, ranks, count_samples)
+        self.reduction = Reduction(self.store, ranks, count, first)
         self._split_gradients = SplitGradients(self.store, ranks, self.reduction)
         self.gradients.use_ranks(self.reduction)
 

@@ -17,6 +17,7 @@ second turn, after the end of backward.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -26,6 +27,7 @@ from zeepo import events
 from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.chunks.wholes import copy_into, renew_copy
+from zeepo.engine.first_batch import FirstBatch
 from zeepo.engine.managed import Home
 from zeepo.engine.passage import Passage
 from zeepo.engine.ranks import Ranks
@@ -42,6 +44,8 @@ from zeepo.units import MiB
 MOST_ASKED = 2
 """How many passages have asked for the others' parts at once: so many buffers are needed."""
 ENOUGH_FREED_BYTES = 96 * MiB
+_BATCH = "<q8s"
+"""What is told of a batch: how many samples, and a digest."""
 Present = list[set[int]]
 """By rank: the slots of a chunk that have a gradient."""
 
@@ -49,10 +53,18 @@ Present = list[set[int]]
 class Reduction:
     """Contributions and reduced gradients of one session."""
 
-    def __init__(self, store: ChunkStore, ranks: Ranks, count_samples: Callable[[], int]):
+    def __init__(
+        self,
+        store: ChunkStore,
+        ranks: Ranks,
+        count_samples: Callable[[], int],
+        first_batch: FirstBatch,
+    ):
         self._store = store
         self._ranks = ranks
         self._count_samples = count_samples
+        self._first_batch = first_batch
+        self._told_of_batch = b""
         self._num_samples = 0
         """Since the last reduction, as far as known."""
         self._weights: list[float] | None = None
@@ -94,8 +106,9 @@ class Reduction:
         if self._is_reducing:
             self.num_backwards += 1
             self._ranks.network.position = (self._ranks.num_steps, Phase.BACKWARD)
-            told = self._num_samples.to_bytes(8, "little", signed=True)
-            self._ranks.network.tell(Subject.SAMPLES, self.num_backwards, told)
+            digest = self._first_batch.take()
+            self._told_of_batch = struct.pack(_BATCH, self._num_samples, digest)
+            self._ranks.network.tell(Subject.SAMPLES, self.num_backwards, self._told_of_batch)
             self._weights = None
 
     def contributed(self, home: Home) -> None:
@@ -255,10 +268,11 @@ class Reduction:
             told = self._ranks.network.await_all(
                 Subject.SAMPLES, self.num_backwards, "the size of its batch"
             )
-            told[self._ranks.rank] = self._num_samples.to_bytes(8, "little", signed=True)
-            ranks = range(self._ranks.num_ranks)
-            counts = [int.from_bytes(told[r], "little", signed=True) for r in ranks]
+            told[self._ranks.rank] = self._told_of_batch
+            facts = [struct.unpack(_BATCH, told[r]) for r in range(self._ranks.num_ranks)]
+            counts = [count for count, _ in facts]
             self._weights = weights_of(counts)
+            self._first_batch.compare([digest for _, digest in facts], self._ranks.rank)
             self._tell_of_difference(counts)
         return self._weights
 

@@ -3,7 +3,7 @@
 Ranks whose batches differ in size (the last one of an epoch) contribute by their number of samples,
 so that the mean over ranks is the mean over all samples. A batch's size is the first dimension of
 the first tensor that the model's forward is given; models whose modules take the time dimension
-first are left alone, and so are compiled ones.
+first are not counted. Compiled ones are left alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeepo.engine.first_batch import FirstBatch
 from zeepo.engine.regions import is_compiled
 from zeepo.engine.summing import UNKNOWN
 from zeepo.launch import launching
@@ -28,15 +29,19 @@ class Samples:
     """
 
     def __init__(self) -> None:
+        self.first_batch = FirstBatch()
         self._watched: set[int] = set()
+        self._is_counting = False
         self._count: int | None = None
         self._undo: list[Callable[[], None]] = []
 
-    def watch(self, models: Sequence[nn.Module]) -> None:
-        """Count what these are given."""
+    def watch(self, models: Sequence[nn.Module], *, counts: bool = True) -> None:
+        """Count what these are given, or only compare the ranks' first batches."""
         self._watched = {id(model) for model in models}
         modules = [module for model in models for module in model.modules()]
-        if not any(is_compiled(m) or getattr(m, "batch_first", True) is False for m in modules):
+        is_time_first = any(getattr(m, "batch_first", True) is False for m in modules)
+        self._is_counting = counts and not is_time_first
+        if not any(map(is_compiled, modules)):
             for cls in {type(model) for model in models}:
                 self._watch(cls)
 
@@ -59,7 +64,9 @@ class Samples:
         @functools.wraps(original)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(self) in samples._watched and torch.is_grad_enabled():
-                samples._count = num_samples((*args, *kwargs.values()))
+                arguments = (*args, *kwargs.values())
+                samples.first_batch.see(arguments)
+                samples._count = num_samples(arguments) if samples._is_counting else None
             return original(self, *args, **kwargs)
 
         cls.forward = forward

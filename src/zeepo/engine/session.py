@@ -32,6 +32,7 @@ from zeepo.engine.ends_of_backward import EndsOfBackward
 from zeepo.engine.intercept_step import StepInterception
 from zeepo.engine.interrupts import Interrupts
 from zeepo.engine.layer_major import run_layer_major
+from zeepo.engine.lazy import with_ram_of_lazy
 from zeepo.engine.legacies import exchange_legacies
 from zeepo.engine.manager import Manager
 from zeepo.engine.ranks import Ranks
@@ -75,7 +76,7 @@ class Session:
         self._telemetry = Telemetry(options)
         self._interrupts = Interrupts()
         try:
-            self._open(options)
+            self._open(with_ram_of_lazy(options, self._models))
         except BaseException:
             self._telemetry.stop()
             self._interrupts.remove()
@@ -119,7 +120,7 @@ class Session:
             adopt_units(self._manager, units)
             if self._ranks is not None:
                 self._ends_of_backward.install()
-                self._samples.watch(self._models if options.weigh_samples else [])
+                self._samples.watch(self._models, counts=options.weigh_samples)
             for optimizer in self._optimizers:
                 self._take_optimizer(optimizer)
             if options.update == "backward":
@@ -150,7 +151,7 @@ class Session:
         exchange_legacies(ranks.network, self._disk)
         sizes = [[(n, p.nbytes) for n, p in unit.parameters] for unit in units]
         ranks.take_staging(max((pack(size).nbytes for size in sizes), default=1))
-        self._manager.use_ranks(ranks, self._samples.take)
+        self._manager.use_ranks(ranks, self._samples.take, self._samples.first_batch)
         return ranks
 
     def _before_backward(self) -> None:
@@ -259,8 +260,7 @@ class Session:
     def accumulate(self, compute_loss: Callable[..., Tensor], micro_batches: Any) -> list[Tensor]:
         """Forward and backward of all micro-batches, unit by unit; returns their losses.
 
-        The bits of one backward after the other, but each parameter is read once for all of them
-        (docs/how.md).
+        The bits of one after the other; parameters are read once for all of them (docs/how.md).
         """
         self._check_open("accumulate")
         parts = self._manager, self._recompute, self._models

@@ -1,4 +1,5 @@
-"""What a session holds and has moved: a snapshot, readable as attributes and as a mapping."""
+"""What a session holds and has moved: a snapshot, readable as attributes, as a mapping, and by
+people (`print`)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from zeepo.engine.ranks import Ranks
 from zeepo.engine.shards import GatherTier
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.pool import BufferPool
+from zeepo.units import format_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats(Mapping[str, Any]):
     """A snapshot of a session."""
 
@@ -59,6 +61,56 @@ class Stats(Mapping[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         return any(field.name == key for field in fields(self))
+
+    def __str__(self) -> str:
+        return stats_text(self)
+
+    __repr__ = __str__
+
+
+def stats_text(stats: Stats) -> str:
+    """A few aligned lines for people; what is zero is left out."""
+    rows = [
+        ("in RAM", _now_and_peak(stats, "ram")),
+        ("of it", _sizes(stats.bytes_by_tag)),
+        ("on disk", _now_and_peak(stats, "disk")),
+        ("resting", _sizes(stats.bytes_kept)),
+        ("moved", _sizes(stats.bytes_moved)),
+        ("evictions", f"{stats.evictions}, buffers reused {stats.buffer_reuses}"),
+        ("reads", f"{stats.fetches}, {stats.prefetches} of them ahead; writes {stats.writes}"),
+        ("activations", _activations(stats)),
+        ("waited", f"{stats.seconds_waited:.2f} s for transfers"),
+        ("sent", _sizes(stats.bytes_sent)),
+        ("received", _sizes(stats.bytes_received)),
+        ("for ranks", _waited_for_ranks(stats.seconds_waited_for_ranks)),
+    ]
+    shown = [(title, text) for title, text in rows if text]
+    width = max(len(title) for title, _ in shown)
+    return "\n".join(f"{title:<{width}}  {text}" for title, text in shown)
+
+
+def _now_and_peak(stats: Stats, tier: str) -> str:
+    now, peak = stats.bytes_now.get(tier, 0), stats.bytes_peak.get(tier, 0)
+    return f"{format_bytes(now)}, at most {format_bytes(peak)}" if peak else ""
+
+
+def _sizes(by_name: Mapping[str, int]) -> str:
+    """The largest first."""
+    ordered = sorted(by_name.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered if nbytes)
+
+
+def _activations(stats: Stats) -> str:
+    spilled, fetched = stats.activations_spilled, stats.activations_fetched
+    return f"{spilled} to disk, {fetched} back" if spilled else ""
+
+
+def _waited_for_ranks(seconds: Mapping[str, float]) -> str:
+    """In all, and what was waited for longest."""
+    if not seconds:
+        return ""
+    longest = max(seconds, key=seconds.__getitem__)
+    return f"waited {sum(seconds.values()):.2f} s, longest for {longest}: {seconds[longest]:.2f} s"
 
 
 def collect_stats(

@@ -53,7 +53,7 @@ def is_started_by_launcher(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in ("RANK", "WORLD_SIZE", "ZEEPO_VERIFY"))
 
 
-def launch(num_ranks: int) -> None:
+def launch(num_ranks: int | None) -> None:
     """Be one of `num_ranks` ranks, and start the others if nobody has."""
     if slices is not None:
         slices.install()
@@ -62,7 +62,7 @@ def launch(num_ranks: int) -> None:
         _join_first()
     elif is_started_by_launcher(os.environ):
         _tell_of_other_number(num_ranks)
-    elif num_ranks > 1:
+    elif num_ranks is not None and num_ranks > 1:
         _start_others(num_ranks)
 
 
@@ -72,9 +72,9 @@ def stop_slicing() -> None:
         slices.remove()
 
 
-def _tell_of_other_number(num_ranks: int) -> None:
+def _tell_of_other_number(num_ranks: int | None) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != num_ranks and os.environ.get("RANK", "0") == "0":
+    if num_ranks not in (None, started) and os.environ.get("RANK", "0") == "0":
         ranks = "1 rank" if started == 1 else f"{started} ranks"
         events.warn(f"num_gpus={num_ranks}, but the launcher has started {ranks}: that counts.")
 
