@@ -74,6 +74,8 @@ class Chunk:
         """When it was leased last, counted in leases."""
         self.is_part = False
         """Part of a whole that is another chunk: not the user's to see, or to get back."""
+        self.is_short_lived = False
+        """What comes in will be dropped soon: it is not worth a copy."""
         self.before_use: Callable[[], None] | None = None
         """What has to be done before anybody uses these bytes; it takes itself away."""
         self.raw_holds = 0

@@ -108,7 +108,8 @@ class ChunkStore:
         Memory of its own would be taken from the pool now, mapped again later, and cleared by the
         system before: that costs more than the copy. Of what is large there is no room for two.
         """
-        return bool(self.counters.num_evictions) and chunk.layout.nbytes <= LARGE_BYTES
+        is_tight = bool(self.counters.num_evictions) and chunk.layout.nbytes <= LARGE_BYTES
+        return is_tight and not chunk.is_short_lived
 
     def _take_buffer(self, chunk: Chunk) -> None:
         if chunk.home is None or not chunk.is_empty or chunk.buffer is not None:

@@ -125,7 +125,7 @@ class Allowance:
                 "be gained by a larger budget. Open the session with disk=."
             )
         self.plan = plan
-        self._store.budget.ram_bytes = ram_bytes
+        self._store.budget.resize(ram_bytes)
         self._store.look_at_budget()
 
     # -- the first batch --------------------------------------------------------------------------

@@ -128,6 +128,7 @@ class BackwardUpdates:
             return
         self._consumed.update(map(id, updated))
         self._updated[chunk.key] = chunk
+        self._manager.grad_chunks[chunk.key].is_short_lived = True
         for home in updated:
             self._manager.gradients.drop(home)
         chunk.before_use = lambda: self._refuse_use(chunk)

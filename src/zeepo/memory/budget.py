@@ -14,6 +14,7 @@ and `over_bytes` says by how much.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from zeepo.memory.heap import give_back_free_memory, heap_use
@@ -26,6 +27,9 @@ WORTH_TRIMMING_BYTES = 16 * MiB
 SYSTEM_MARGIN_BYTES = 32 * MiB
 """What is left to the system when it runs short."""
 ASK_SYSTEM_SECONDS = 0.1
+SLOW_TO_RISE = 64
+"""The limit falls at once and rises after so many looks: what torch has given back it mostly takes
+again for the next layer, and memory that goes to and fro is cleared by the system each time."""
 LEDGER_SLACK_SHARE = 1 / 8
 """Of `ram`, the most that the ledger leaves free for what torch takes between two looks..."""
 SPILL_SLACK_SHARE = 1 / 4
@@ -67,6 +71,7 @@ class RamBudget:
         self._unused_bytes = 0
         """What nobody was seen to use when free heap memory was last given back: torch's code."""
         self._expected_bytes = 0
+        self._recent_limits: deque[int] = deque(maxlen=SLOW_TO_RISE)
         self.ram_bytes = ram_bytes
         self.peak_bytes = 0
         """The largest growth seen."""
@@ -94,7 +99,8 @@ class RamBudget:
         self._last_bytes = unmanaged
         if unmanaged + self._ledger.used_bytes + self._spill_slack() > self.allowed_bytes:
             self._last_bytes = unmanaged = self._relieve(unmanaged)
-        self._ledger.limit_bytes = self._limit(unmanaged)
+        self._recent_limits.append(self._limit(unmanaged))
+        self._ledger.limit_bytes = min(self._recent_limits)
 
     def expect(self, nbytes: int) -> None:
         """Torch is about to take so much: `look` must not be surprised."""
@@ -103,7 +109,14 @@ class RamBudget:
     def hand_over(self, nbytes: int) -> None:
         """Memory of torch's that the process has already is about to become the ledger's."""
         self._last_bytes -= nbytes
+        self._recent_limits = deque((n + nbytes for n in self._recent_limits), SLOW_TO_RISE)
         self._ledger.limit_bytes = max(self._ledger.limit_bytes or 0, self._limit(self._last_bytes))
+
+    def resize(self, ram_bytes: int) -> None:
+        """Another budget from now on."""
+        self.ram_bytes = ram_bytes
+        self._recent_limits.clear()
+        self.look()
 
     def prepare_for(self, rise_bytes: int) -> None:
         """Torch is foretold to take so much between two looks."""
