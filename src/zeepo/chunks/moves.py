@@ -30,6 +30,8 @@ GRADS_STAY = 0.7
 stay until the update is never written at all."""
 
 
+SPOKEN_FOR_SHARE = 0.25
+"""Of the budget, the most that reading ahead leaves to gradients which come and go."""
 COPIES_KEPT = 2
 """How many copies of what is split over the ranks are kept, or read ahead, beside those in use."""
 
@@ -53,6 +55,8 @@ class Moves:
         """Waits until a rank gives back what it borrowed; False if there is no such thing."""
         self.unused_bytes: Callable[[], int] = lambda: 0
         """What the process could still grow by, whatever the limit is at this moment."""
+        self._short_lived_bytes = 0
+        """The most that chunks held at once whose content comes from torch and goes soon."""
         self.must_have_room = False
         """While closing, values come before the budget: what no eviction frees is granted."""
 
@@ -310,10 +314,30 @@ class Moves:
             if chunk.is_copy and not self._make_way_for_copy(chunk):
                 continue
             nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
-            if not self.pool.can_acquire(nbytes) and not self.make_room_early(chunk, nbytes):
+            spoken_for = self._spoken_for_bytes()
+            if not self.pool.can_acquire(nbytes + spoken_for) and not self.make_room_early(
+                chunk, nbytes + spoken_for
+            ):
                 return
             self.start_fetch(chunk)
             self.counters.num_prefetches += 1
+
+    def note_short_lived(self, chunk: Chunk) -> None:
+        """Something came; if it will go soon, as much room is not worth filling meanwhile."""
+        if not chunk.is_short_lived:
+            return
+        self._short_lived_bytes = max(self._short_lived_bytes, self._held_for_short())
+
+    def _held_for_short(self) -> int:
+        return sum(c.resident_bytes for c in self.chunks.values() if c.is_short_lived)
+
+    def _spoken_for_bytes(self) -> int:
+        """Room that reading ahead leaves to what torch is about to make. Filled, it would be
+        unmapped at once, and its pages would have to be cleared when they come back."""
+        if not self._short_lived_bytes:
+            return 0
+        missing = self._short_lived_bytes - self._held_for_short()
+        return max(0, min(missing, int(SPOKEN_FOR_SHARE * (self.ledger.limit_bytes or 0))))
 
     def make_room_early(self, chunk: Chunk, nbytes: int) -> bool:
         """Make room for a prefetch from clean chunks that are needed later than it."""

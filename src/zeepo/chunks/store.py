@@ -99,17 +99,18 @@ class ChunkStore:
                 chunk.storages[index] = storage
                 chunk.is_resident = True
                 chunk.version += 1
+                self.moves.note_short_lived(chunk)
             finally:
                 self.release([chunk])
 
     def _is_tight(self, chunk: Chunk) -> bool:
         """Once chunks have to leave, new content is copied into a buffer, which can be used again.
 
-        Memory of its own would be taken from the pool now, mapped again later, and cleared by the
-        system before: that costs more than the copy. Of what is large there is no room for two.
+        Memory of its own would be taken from the pool now and cleared by the system later, which
+        costs more than the copy. Of what is large there is no room for two.
         """
-        is_tight = bool(self.counters.num_evictions) and chunk.layout.nbytes <= LARGE_BYTES
-        return is_tight and not chunk.is_short_lived
+        may_copy = chunk.layout.nbytes <= LARGE_BYTES and not chunk.is_short_lived
+        return may_copy and bool(self.counters.num_evictions)
 
     def _take_buffer(self, chunk: Chunk) -> None:
         if chunk.home is None or not chunk.is_empty or chunk.buffer is not None:
@@ -252,8 +253,7 @@ class ChunkStore:
                 for chunk in chunks:
                     self.moves.finish_fetch(chunk)
                 used = [c for c in chunks if c.is_foreseeable and not c.is_empty]
-                is_new = [self.trace.access(c.key) for c in used]
-                if any(is_new):
+                if sum(self.trace.access(c.key) for c in used):
                     self.moves.let_copies_go()
                     self.read_ahead()
             except BaseException:
