@@ -29,6 +29,7 @@ from zeepo.errors import RankError
 from zeepo.launch.others import LOOK_SECONDS, Others, report_exceptions
 from zeepo.launch.program import FOLDER, command_again
 from zeepo.launch.slices import Slices
+from zeepo.memory.scratch import remove_before_hard_end
 
 FIRST_VARIABLE = "ZEEPO_LAUNCH_FIRST"
 """In a started rank: the process that started it."""
@@ -201,6 +202,8 @@ def _end_others() -> None:
     if _others is None or os.getpid() != _process:
         return
     status, blamed = _others.end(BAD_END_SECONDS if _has_failed else GOOD_END_SECONDS)
+    if _has_failed or status:
+        remove_before_hard_end()
     if _is_interrupted:
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

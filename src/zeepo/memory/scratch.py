@@ -17,6 +17,7 @@ import secrets
 import socket
 import stat
 import time
+import weakref
 from pathlib import Path
 
 from zeepo.errors import DiskError
@@ -30,6 +31,22 @@ _WHOLE = "whole.bin"
 _RETRY_SECONDS = 0.02
 # The lock goes last: until then a second cleaner finds it held.
 _KNOWN_FILES = (_WHOLE, _CHUNKS, _OWNER, _LOCK)
+
+
+_made: list[weakref.ref["ScratchFolder"]] = []
+_used_directories: set[Path] = set()
+
+
+def remove_before_hard_end() -> None:
+    """For a process that ends without its finalizers: its own folders go, and those that its
+    ranks, killed before they could, have left beside them."""
+    for reference in _made:
+        folder = reference()
+        if folder is not None:
+            folder.remove()
+    for directory in _used_directories:
+        with contextlib.suppress(DiskError):  # the directory itself is gone
+            remove_leftovers(directory)
 
 
 class ScratchFolder:
@@ -62,6 +79,8 @@ class ScratchFolder:
             failure = disk_error(f"write to {self.path}", self.path, error)
             self.remove()
             raise failure from error
+        _made.append(weakref.ref(self))
+        _used_directories.add(directory.resolve())
 
     def remove(self) -> None:
         """Delete the folder. Does nothing a second time, or in a forked child."""
