@@ -26,16 +26,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "405M": {"num_layers": 24, "width": 1024, "num_heads": 16, "checkpointing": True},
 }
 TINY = {"num_layers": 2, "width": 128, "num_heads": 2, "vocabulary": 1000, "sequence": 64}
+SHORT_ENGINES = ["plain", "fsdp2", "deepspeed3", "deepspeed3-nvme", "zeepo", "zeepo-disk"]
 QUESTION = "step time and memory on one rank beside PyTorch, FSDP2 and DeepSpeed"
 
 
 def candidates_of(args: argparse.Namespace) -> dict[str, list[Configuration]]:
-    """The engines with what is tried of each; in the short form two configurations."""
+    """The engines with what is tried of each; in the short form one configuration."""
     on_disk = {"disk": DISK, "ram": args.ram}
     on_disk |= dict.fromkeys(("params", "grads", "optimizer_state"), "disk")
     name = f"on disk, ram={args.ram}"
     known = {**ONE_RANK, "zeepo-disk": [Configuration("zeepo-disk", name, on_disk, 2)]}
-    return {engine: known[engine][: 2 if args.short else None] for engine in args.engines}
+    return {engine: known[engine][: 1 if args.short else None] for engine in args.engines}
 
 
 def compare(
@@ -101,7 +102,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--engines", nargs="*", choices=list(ONE_RANK), default=list(ONE_RANK))
+    parser.add_argument("--engines", nargs="*", choices=list(ONE_RANK))
     parser.add_argument("--disk", help="for what zeepo and DeepSpeed have on disk")
     parser.add_argument("--ram", help="of zeepo on disk", default="1.5GiB")
     parser.add_argument("--turns", type=int)
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="forget what was tuned before")
     reporting.add_arguments(parser)
     args = parser.parse_args()
+    args.engines = args.engines or (SHORT_ENGINES if args.short else list(ONE_RANK))
     args.turns = args.turns or (1 if args.short else 5)
     args.steps = args.steps or (3 if args.short else 7)
     args.tuning_steps = args.tuning_steps or (3 if args.short else 4)
