@@ -369,6 +369,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         ]
         axis.bar_label(bars, labels, fontsize=7, padding=1)
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
     axis.set_ylim(top=4 * axis.get_ylim()[1])
     axis.set_xticks(range(len(answers)), [f"{budget} GiB" for budget in answers])
     axis.set_xlabel("RAM given, beyond what importing took")
