@@ -178,10 +178,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
         for edge, color in (("read", "tab:blue"), ("written", "tab:orange")):
             for which, style in (("general", "--"), ("this model", "-")):
                 shares = [run["ratios"][which][edge] for run in found["runs"].values()]
-                label = f"{edge}, of {which if which == 'this model' else 'the general'} formula"
+                whose = "the general" if which == "general" else "this model's"
+                label = f"{edge}, of {whose} formula"
                 axis.plot(factors, shares, style, marker="o", color=color, label=label)
         axis.axhline(1.0, color="gray", linewidth=0.8)
-        axis.set_ylim(0, 1.35)
+        axis.set_ylim(0, 1.35 * max(1.0, axis.get_ylim()[1]))
         axis.set_xlabel(f"ram, in multiples of the least ({found['minimum_ram'] / MB:.0f} MB)")
         axis.set_ylabel("bytes moved in a step / formula")
         axis.set_title(name)

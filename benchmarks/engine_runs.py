@@ -66,6 +66,12 @@ def python_for(configuration: Configuration) -> str:
     return os.environ.get("PEERS_PYTHON", str(ROOT / ".peers" / "bin" / "python"))
 
 
+def lacks(configuration: Configuration) -> str:
+    """What has to be installed before this can run; nothing if it can."""
+    is_there = Path(python_for(configuration)).exists()
+    return "" if is_there else f"no environment for {configuration.kind}: make peers-env"
+
+
 def environment_for(configuration: Configuration, num_ranks: int, rank: int) -> dict[str, str]:
     found = {
         **os.environ,
@@ -91,6 +97,8 @@ def command_for(configuration: Configuration, job: Path) -> list[str]:
 def run(configuration: Configuration, setting: Setting, num_steps: int) -> dict[str, Any]:
     """Train with one process for each rank; what they tell, or why it failed."""
     num_ranks, seconds = setting.num_ranks, setting.seconds
+    if lacking := lacks(configuration):
+        return {"failed": lacking}
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir=setting.disk) as disk,

@@ -26,12 +26,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import reporting
-from engine_runs import command_for, environment_for, last_words
+from engine_runs import command_for, environment_for, lacks, last_words
 from memory_cgroup import MemoryCgroup
 from rank_engines import (
     CPU,
@@ -49,6 +49,8 @@ NUM_STEPS = 2
 SEQUENCE = 64
 VOCABULARY = 50304
 SPACING = 1.25
+LARGEST = "{largest}"
+"""In the options of a configuration: the elements of the model's largest parameter."""
 BYTES_PER_PARAMETER = 16
 """Of fp32 training with AdamW: the first guess of what fits."""
 
@@ -75,6 +77,15 @@ class Rung:
 
     def __str__(self) -> str:
         return f"{self.num_parameters / 1e6:.0f}M"
+
+
+def fitted(options: dict[str, Any], rung: Rung) -> dict[str, Any]:
+    """Options with what depends on the model."""
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        value = fitted(value, rung) if isinstance(value, dict) else value
+        found[key] = VOCABULARY * rung.width if value == LARGEST else value
+    return found
 
 
 def ladder(smallest: float, largest: float, spacing: float = SPACING) -> list[Rung]:
@@ -122,7 +133,7 @@ def configurations(args: argparse.Namespace, budget_bytes: int) -> dict[str, lis
 
     def deepspeed(engine: str, offload: dict[str, Any]) -> list[Configuration]:
         few_groups = {**few, **groups, "offload_optimizer": offload}
-        on_nvme = {**NVME, "buffer_count": 5}
+        on_nvme = {**NVME, "buffer_count": 3, "buffer_size": LARGEST}
         named: list[tuple[str, dict[str, Any]]] = [
             ("few live", {**few, "offload_optimizer": offload}),
             ("few live, groups of 5M", few_groups),
@@ -138,7 +149,12 @@ def configurations(args: argparse.Namespace, budget_bytes: int) -> dict[str, lis
     zeepo |= dict.fromkeys(("params", "grads", "optimizer_state"), "disk")
     if args.update != "step":
         zeepo["update"] = args.update
-    fsdp = [c for c in [*ONE_RANK["fsdp2"], *ONE_RANK["fsdp2-cpu"]] if "kept" not in c.name]
+    meta = {"blocks": 1, "meta": True}  # other initial values: for memory that does not matter
+    fsdp = [
+        *(c for c in [*ONE_RANK["fsdp2"], *ONE_RANK["fsdp2-cpu"]] if "kept" not in c.name),
+        Configuration("fsdp2", "per block, built on meta", meta, threads),
+        Configuration("fsdp2", "offloaded, built on meta", {**meta, "offload": True}, threads),
+    ]
     few_plain = {key: value for key, value in few.items() if key != "optimizer"}
     return {
         "plain": ONE_RANK["plain"],
@@ -179,6 +195,8 @@ def attempt(
     configuration: Configuration, rung: Rung, budget_bytes: int, disk: str | None, seconds: float
 ) -> dict[str, Any]:
     """Two steps in a cgroup; what became of it."""
+    if lacking := lacks(configuration):
+        raise SystemExit(lacking)
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -187,7 +205,9 @@ def attempt(
     ):
         job = Path(folder) / "job.json"
         task = {"num_ranks": 1, "model": rung.options, "num_steps": NUM_STEPS, "has_gate": True}
-        job.write_text(json.dumps({**task, "configuration": written(configuration.on(scratch))}))
+        placed = configuration.on(scratch)
+        placed = replace(placed, options=fitted(placed.options, rung))
+        job.write_text(json.dumps({**task, "configuration": written(placed)}))
         errors = (Path(folder) / "stderr").open("w+")
         child = cgroup.start(
             [*command_for(configuration, job), "0"],
@@ -349,6 +369,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         ]
         axis.bar_label(bars, labels, fontsize=7, padding=1)
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
     axis.set_ylim(top=4 * axis.get_ylim()[1])
     axis.set_xticks(range(len(answers)), [f"{budget} GiB" for budget in answers])
     axis.set_xlabel("RAM given, beyond what importing took")

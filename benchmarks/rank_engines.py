@@ -141,13 +141,12 @@ ONE_RANK: dict[str, list[Configuration]] = {
         ("per block", {"blocks": 1, "reshard_after_forward": True}),
         ("per block, kept", {"blocks": 1, "reshard_after_forward": False}),
         ("per two blocks", {"blocks": 2, "reshard_after_forward": True}),
-        ("per block, built on meta", {"blocks": 1, "reshard_after_forward": True, "meta": True}),
     ),
     "fsdp2-cpu": _on_one_rank(
         "fsdp2-cpu",
         ("per block", {"blocks": 1, "offload": True}),
         ("per two blocks", {"blocks": 2, "offload": True}),
-        ("per block, built on meta", {"blocks": 1, "offload": True, "meta": True}),
+        ("per block, kept", {"blocks": 1, "offload": True, "reshard_after_forward": False}),
     ),
     **{
         f"deepspeed{stage}": [

@@ -129,7 +129,9 @@ def new_plot(width: float = 8.0, height: float = 4.5, columns: int = 1) -> tuple
 def save_plot(figure: Any, report: Mapping[str, Any], path: Path) -> Path:
     """As PNG beside the JSON at `path`, with the machine and the commit at its foot."""
     found = report["machine"]
-    foot = f"{found['cpu']}, {found['cores']} cores, {report['commit'][:10]}, {report['date'][:10]}"
+    head, _, dirty = report["commit"].partition("-")
+    what = f"{head[:10]}{' and changes' if dirty else ''}, load {found['load_average']:.1f}"
+    foot = f"{found['cpu']}, {found['cores']} cores, {what}, {report['date'][:10]}"
     figure.supxlabel(foot, fontsize=7, color="gray")
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=130)
