@@ -58,13 +58,13 @@ demo-keep: $(STAMP)
 # the long forms on an idle machine: benchmarks/README.md.
 BENCH_DISK ?= /var/tmp
 bench: $(STAMP)
-	$(BIN)/python benchmarks/step_time.py --short --disk $(BENCH_DISK)
+	$(BIN)/python benchmarks/practicality.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/disk_speed.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/bytes_moved.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/largest_model.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/peers.py --short --disk $(BENCH_DISK)
-	# $(BIN)/python benchmarks/optimizer_speed.py --short
-	# $(BIN)/python benchmarks/practicality.py --short
+	$(BIN)/python benchmarks/optimizer_speed.py --short
+	$(BIN)/python benchmarks/state_curves.py --short
 
 # DeepSpeed has an environment of its own, so that it decides nothing for this project; what it
 # compiles at its first use is compiled here, and not while ranks wait for each other. Its NVMe

@@ -19,18 +19,16 @@ left out, in words, where there is none. Writes a JSON and a plot under benchmar
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import reporting
 import torch
 from torch import nn
 
@@ -279,31 +277,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--note", default="", help="kept in the report: was the machine busy?")
-    parser.add_argument("--result", type=Path, default=RESULTS / "optimizer_speed.json")
+    reporting.add_arguments(parser)
     args = parser.parse_args()
+    if args.short:
+        args.parameters, args.rounds, args.warm_up = 4_000_000, 3, 1
     if args.threads:
         torch.set_num_threads(args.threads)
+    reporting.warn_of_load()
+    report = reporting.new_report(
+        "ns per parameter of an AdamW step",
+        parameters=args.parameters,
+        rounds=args.rounds,
+        threads=torch.get_num_threads(),
+        kernels=kernels.level,
+        torch=torch.__version__,
+    )
     result = measure(args)
     print_rows(result)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    report = {
-        "question": "ns per parameter of an AdamW step",
-        "note": args.note,
-        "parameters": args.parameters,
-        "rounds": args.rounds,
-        "threads": torch.get_num_threads(),
-        "kernels": kernels.level,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "load_average": os.getloadavg(),
-        "torch": torch.__version__,
-        "result": result,
-    }
-    args.result.parent.mkdir(parents=True, exist_ok=True)
-    args.result.write_text(json.dumps(report, indent=1) + "\n")
-    plot(result, args.result.with_suffix(".png"))
+    report["result"] = result
+    path = reporting.result_path("optimizer_speed", is_short=args.short, given=args.result)
+    reporting.write(report, path)
+    plot(result, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

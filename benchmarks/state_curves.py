@@ -10,15 +10,11 @@ benchmarks/results.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import reporting
 import torch
 from gpt import GPT, GPTConfig
 
@@ -26,7 +22,6 @@ import zeepo
 from zeepo.optim import kernels
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
 FORMATS = ("fp32", "bf16", "8bit")
 CONFIG = GPTConfig(num_layers=4, width=128, num_heads=4, vocabulary=256, sequence=64)
 BATCH = 16
@@ -83,49 +78,45 @@ def compare(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+def plot(curves: dict[str, list[float]], report: dict[str, Any], path: Path) -> None:
+    """The curves, which lie on each other, and how far each is from fp32's."""
+    figure, (left, right) = reporting.new_plot(width=10, height=4, columns=2)
+    expected = smooth(curves["fp32"])
     for name, losses in curves.items():
-        axes.plot(smooth(losses), label=f"{name} states", linewidth=1.2)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"loss, mean of {WINDOW} steps")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        left.plot(smooth(losses), label=f"{name} states", linewidth=1.2)
+        if name != "fp32":
+            differences = [a - b for a, b in zip(smooth(losses), expected, strict=True)]
+            right.plot(differences, label=f"{name} states", linewidth=1.2)
+    left.set_ylabel(f"loss, mean of {WINDOW} steps")
+    right.set_ylabel("difference from fp32 states")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.legend()
+    reporting.save_plot(figure, report, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--result", type=Path, default=RESULTS / "state_curves.json")
+    reporting.add_arguments(parser)
     args = parser.parse_args()
     text = text_of_repository()
-    curves = {name: curve(name, text, args.steps) for name in FORMATS}
-    compared: dict[str, Any] = compare(curves)
-    for name, figures in compared.items():
+    report = reporting.new_report(
+        "loss curves of a small GPT with fp32, bf16 and 8-bit optimizer states",
+        model=vars(CONFIG),
+        batch=BATCH,
+        text_bytes=len(text),
+        kernels=kernels.level,
+        torch=torch.__version__,
+    )
+    curves = {name: curve(name, text, 30 if args.short else args.steps) for name in FORMATS}
+    report["compared"] = compare(curves)
+    for name, figures in report["compared"].items():
         print(f"{name:>5}: {figures}")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    report = {
-        "question": "loss curves of a small GPT with fp32, bf16 and 8-bit optimizer states",
-        "model": vars(CONFIG),
-        "batch": BATCH,
-        "text_bytes": len(text),
-        "kernels": kernels.level,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "torch": torch.__version__,
-        "compared": compared,
-        "losses": {name: [round(x, 4) for x in losses] for name, losses in curves.items()},
-    }
-    args.result.parent.mkdir(parents=True, exist_ok=True)
-    args.result.write_text(json.dumps(report, indent=1) + "\n")
-    plot(curves, args.result.with_suffix(".png"))
+    report["losses"] = {name: [round(x, 4) for x in losses] for name, losses in curves.items()}
+    path = reporting.result_path("state_curves", is_short=args.short, given=args.result)
+    reporting.write(report, path)
+    plot(curves, report, path)
 
 
 if __name__ == "__main__":
