@@ -12,7 +12,8 @@ and the gradient that backward made:
 
 A GPT needs less: its embeddings are not used in backward, its head is used last in forward and
 first in backward, and the gradient of its tokens is made last in backward and used first in the
-next forward. The formula with these three is this model's. Where ram is larger than the least, more
+next forward. The formula with these three is this model's; the third was added after a first
+measurement showed it, so agreement there confirms nothing. Where ram is larger than the least, more
 stays where the direction turns (parameters at the end of forward, gradients at its beginning), and
 less is moved. Bytes are the differences of `session.stats()["bytes_moved"]` from step to step, and
 are counted by kind at the disk tier beside it.
