@@ -1,6 +1,6 @@
 """How many bytes does a step move between RAM and disk, beside what it has to?
 
-    python benchmarks/bytes_moved.py --disk DIRECTORY [--layers 12] [--factors 1 1.5 2] [--short]
+    python benchmarks/bytes_moved.py --disk DIRECTORY [--factors 1 1.5 2] [--short]
 
 A GPT with everything on disk and the least `ram` that its plan accepts (and multiples of it), so
 that next to nothing stays. P, G and S are the bytes of parameters, gradients and optimizer state. A
@@ -12,10 +12,11 @@ and the gradient that backward made:
 
 A GPT needs less: its embeddings are not used in backward, its head is used last in forward and
 first in backward, and the gradient of its tokens is made last in backward and used first in the
-next forward. The formula with these three is this model's. Where ram is larger than the least, more
+next forward. The formula with these three is this model's; the third was added after a first
+measurement showed it, so agreement there confirms nothing. Where ram is larger than the least, more
 stays where the direction turns (parameters at the end of forward, gradients at its beginning), and
-less is moved. Bytes are the differences of `session.stats()["bytes_moved"]` from step to step, and
-are counted by kind at the disk tier beside it.
+less should move. Bytes are the differences of `session.stats()["bytes_moved"]` from step to step,
+and are counted by kind at the disk tier beside it.
 """
 
 from __future__ import annotations
