@@ -130,12 +130,12 @@ def test_pages_of_dropped_buffers_are_handed_on() -> None:
     del buffer
     new = pool.acquire(40 * MiB, "grads")
     content = torch.frombuffer(new.memory, dtype=torch.uint8)
-    assert sorted(set(content.tolist())) == [1, 2]
+    assert (int(content.min()), int(content.max())) == (1, 2)
     assert ledger.by_tag() == {"grads": 40 * MiB, IDLE_TAG: 24 * MiB}
     rest = torch.frombuffer(pool.acquire(24 * MiB, "params").memory, dtype=torch.uint8)
-    assert set(rest.tolist()) <= {1, 2}
+    assert int(rest.min()) >= 1
     assert abs(_resident_bytes() - before) < 8 * MiB
-    assert set(views[0].tolist()) == {0}, "an old view is valid and has lost its bytes"
+    assert int(views[0].max()) == 0, "an old view is valid and has lost its bytes"
 
 
 def test_idle_pages_are_used_before_fresh_ones() -> None:
