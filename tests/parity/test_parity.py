@@ -37,19 +37,14 @@ except ImportError:
 
 
 EVERY_PLACEMENT = [
-    "accumulation_set_to_none_false",
     "checkpoint_reentrant",
     "checkpoint_non_reentrant",
     "custom_function",
-    "early_exit",
     "eval_between_steps_inference_mode",
-    "exception_in_forward",
     "gan",
     "grad_scaler_clipped",
     "gradient_penalty",
     "hf_gpt2",
-    "hf_llama",
-    "language_model_borrowed",
     "language_model_tied",
     "lora",
     "mixture_of_experts",
@@ -60,15 +55,10 @@ EVERY_PLACEMENT = [
     "own_adamw_8bit",
     "own_masters_8bit",
     "own_mixed",
-    "recurrent_lstm",
     "sparse_gradients_sgd",
-    "state_dict_round_trip",
     "transformer_encoder",
     "unused_this_step",
-    "weight_norm",
     "writes_of_gradients",
-    "writes_through_old_list",
-    "clip_grad_norm_2_foreach_none",
     "adafactor_single",
 ]
 """Cases that the short run tries in every placement; the others only with everything on disk."""
@@ -77,20 +67,26 @@ EVERY_PLACEMENT = [
 OTHER_ACTIVATIONS = [
     "autocast",
     "blocks_with_random_numbers",
-    "custom_function",
-    "deep_sequential",
     "gradient_penalty",
     "hf_gpt2",
     "mixture_of_experts",
     "old_graph_after_step",
-    "recurrent_lstm",
-    "retain_graph_twice",
 ]
 """Cases that the short run tries with activations placed elsewhere."""
 
 
+FAMILIES = ("after_step_", "clip_", "compile_", "optimizer_", "own_", "scheduler_", "wide_")
+"""Cases that differ by one option: of each family the short run has every third."""
+
+
+def _stands_for_its_family(name: str) -> bool:
+    family = next((f for f in FAMILIES if name.startswith(f)), None)
+    return family is None or [n for n in CASES if n.startswith(family)].index(name) % 3 == 0
+
+
 def _mark(name: str, placement: str) -> list[pytest.MarkDecorator]:
-    is_short = placement == "disk" or name in EVERY_PLACEMENT or name.startswith("wide_")
+    is_short = placement == "disk" and _stands_for_its_family(name)
+    is_short = is_short or name in EVERY_PLACEMENT
     if placement in ACTIVATIONS:
         is_short = name in OTHER_ACTIVATIONS
     return [pytest.mark.slow] if CASES[name].slow or not is_short else []
