@@ -1,9 +1,10 @@
 """How much of plain PyTorch's speed is left when the training state is offloaded?
 
 Practicality is the time of a step in memory over the time of the same step offloaded. Plain
-PyTorch (fused AdamW) and zeepo train the same GPT on the same batches in one process, in turns of a
-few steps; the first steps of a turn do not count, because they meet what the other left behind. The
-figure is the median over turns. Losses must be equal bit for bit.
+PyTorch (fused AdamW) and zeepo train the same GPT on the same batches in turns of a few steps, each
+in a process of its own, because `ram` bounds the growth of zeepo's; the other waits meanwhile. The
+first steps of a turn do not count, because they meet what the other left behind. The figure is the
+median over turns. Losses must be equal bit for bit.
 
 Exposed time is what a step takes beyond its largest part alone: the plain step (compute), or the
 bytes that zeepo moved in each direction at the speed of the disk tier alone, measured here too.
@@ -14,11 +15,13 @@ bytes that zeepo moved in each direction at the speed of the disk tier alone, me
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +80,41 @@ class Trainer:
         return (time.perf_counter() - started) / (len(batches) - num_skipped)
 
 
+def _train_plainly(config: GPTConfig, pipe: Connection) -> None:
+    """The other process: a turn for each message."""
+    trainer = Trainer(config)
+    pipe.send("ready")
+    while (message := pipe.recv()) is not None:
+        seconds = trainer.turn(*message)
+        pipe.send((seconds, trainer.losses))
+
+
+class PlainProcess:
+    """Plain PyTorch in a process of its own."""
+
+    def __init__(self, config: GPTConfig):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_train_plainly, args=(config, other), daemon=True)
+        self._process.start()
+        self.losses: list[float] = []
+        self._pipe.recv()
+
+    def turn(self, batches: torch.Tensor, num_skipped: int) -> float:
+        self._pipe.send((batches, num_skipped))
+        seconds, self.losses = self._pipe.recv()
+        return float(seconds)
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
 def compare(
     config: GPTConfig, num_sequences: int, turns: Turns, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Train plainly and under zeepo in turns."""
-    plain, managed = Trainer(config), Trainer(config)
+    plain, managed = PlainProcess(config), Trainer(config)
     with zeepo.init(managed.model, managed.optimizer, **options) as session:
         generator = torch.Generator().manual_seed(1)
         pairs: list[tuple[float, float]] = []
@@ -104,6 +137,7 @@ def compare(
                 flush=True,
             )
         minimum_ram = session.plan.minimum_ram
+    plain.close()
     counted = pairs[turns.num_warm_up :]
     ratios = [a / b for a, b in counted]
     return {
