@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-SECONDS = 120.0
+SECONDS = 240.0
 SECONDS_AFTER_FAILURE = 10.0
 """The others may wait for a rank that has failed."""
 Worker = tuple[multiprocessing.process.BaseProcess, Connection]

@@ -55,8 +55,10 @@ class Moves:
         """Waits until a rank gives back what it borrowed; False if there is no such thing."""
         self.unused_bytes: Callable[[], int] = lambda: 0
         """What the process could still grow by, whatever the limit is at this moment."""
+        self._short_lived: dict[int, Chunk] = {}
+        """Chunks whose content comes from torch and goes soon..."""
         self._short_lived_bytes = 0
-        """The most that chunks held at once whose content comes from torch and goes soon."""
+        """...and the most that they held at once."""
         self.must_have_room = False
         """While closing, values come before the budget: what no eviction frees is granted."""
 
@@ -303,6 +305,7 @@ class Moves:
 
     def prefetch(self) -> None:
         """Start reading what comes next, as far as room can be had without harm."""
+        spoken_for = self._spoken_for_bytes()
         for key in self.trace.upcoming(LOOKAHEAD_CHUNKS):
             chunk = self.chunks.get(key)
             if chunk is None or chunk.buffer is not None or not chunk.may_be_prefetched:
@@ -314,7 +317,6 @@ class Moves:
             if chunk.is_copy and not self._make_way_for_copy(chunk):
                 continue
             nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
-            spoken_for = self._spoken_for_bytes()
             if not self.pool.can_acquire(nbytes + spoken_for) and not self.make_room_early(
                 chunk, nbytes + spoken_for
             ):
@@ -326,10 +328,11 @@ class Moves:
         """Something came; if it will go soon, as much room is not worth filling meanwhile."""
         if not chunk.is_short_lived:
             return
+        self._short_lived[chunk.key] = chunk
         self._short_lived_bytes = max(self._short_lived_bytes, self._held_for_short())
 
     def _held_for_short(self) -> int:
-        return sum(c.resident_bytes for c in self.chunks.values() if c.is_short_lived)
+        return sum(chunk.resident_bytes for chunk in self._short_lived.values())
 
     def _spoken_for_bytes(self) -> int:
         """Room that reading ahead leaves to what torch is about to make. Filled, it would be
