@@ -310,7 +310,6 @@ def test_the_accelerator_question_reaches_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("update", "backward"),
         ("durable", True),
         ("resume", "/scratch/run"),
         ("precision", "bf16"),

@@ -30,7 +30,14 @@ def run(page: Path, folder: Path, *flags: str) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+DEAR = ("exactness", "ranks")
+"""Pages that start many processes: the full run has them."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem in DEAR), id=p.stem) for p in PAGES],
+)
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     run(page, tmp_path)
 

@@ -76,6 +76,7 @@ def test_survivors_name_a_killed_rank(
     assert sockets_of([rank.pid for rank in ranks]) == 0
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_a_stopped_rank_wakes_up(
     nursery: Nursery, tmp_path: Path, disk: Path
 ) -> None:

@@ -15,7 +15,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "where", "clip"),
     [
-        (3, 3, "disk", False),
+        pytest.param(3, 3, "disk", False, marks=SLOW),
         (2, 2, "ram", True),
         *(pytest.param(4, stage, "ram", False, marks=SLOW) for stage in (0, 1, 2, 3)),
         *(pytest.param(3, stage, "disk", True, marks=SLOW) for stage in (0, 1, 2, 3)),

@@ -141,7 +141,6 @@ def test_the_budget_is_exact(tmp_path: Path) -> None:
     "options",
     [
         {"precision": "bf16"},
-        {"update": "backward"},
         {"durable": True},
         {"resume": "somewhere"},
     ],

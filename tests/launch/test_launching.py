@@ -105,6 +105,7 @@ def test_like_one_process(start, num_ranks: int, num_samples: int) -> None:  # t
     assert "share its" in err
 
 
+@SLOW
 def test_a_script_that_forgets_to_close(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Rank 0 may still need the others' parameters; and batches may be taken ahead of their use."""
     loop = """it = iter(loader)

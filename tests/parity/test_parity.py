@@ -76,17 +76,17 @@ OTHER_ACTIVATIONS = [
 
 
 FAMILIES = ("after_step_", "clip_", "compile_", "optimizer_", "own_", "scheduler_", "wide_")
-"""Cases that differ by one option: of each family the short run has every third."""
+"""Cases that differ by one option: of each family the short run has every fourth."""
 
 
 def _stands_for_its_family(name: str) -> bool:
     family = next((f for f in FAMILIES if name.startswith(f)), None)
-    return family is None or [n for n in CASES if n.startswith(family)].index(name) % 3 == 0
+    return family is None or [n for n in CASES if n.startswith(family)].index(name) % 4 == 0
 
 
 def _mark(name: str, placement: str) -> list[pytest.MarkDecorator]:
     is_short = placement == "disk" and _stands_for_its_family(name)
-    is_short = is_short or name in EVERY_PLACEMENT
+    is_short = is_short or (name in EVERY_PLACEMENT and placement != "params_ram")
     if placement in ACTIVATIONS:
         is_short = name in OTHER_ACTIVATIONS
     return [pytest.mark.slow] if CASES[name].slow or not is_short else []

@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 
 from zeepo.engine.sharded import Subject
+from zeepo.launch import launching
 from zeepo.memory.disk_tier import DiskTier
-from zeepo.memory.scratch import remove_of_dead
+from zeepo.memory.scratch import remove_before_hard_end, remove_of_dead
 from zeepo.sharding.neighbour import host_name
 from zeepo.sharding.network import Network
 
@@ -35,3 +36,4 @@ def exchange_legacies(network: Network, disk: DiskTier | None) -> None:
             remove_of_dead(Path(folder), LOCK_SECONDS)
 
     network.on_dead = remove
+    launching.before_hard_end = remove_before_hard_end

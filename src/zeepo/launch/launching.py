@@ -29,7 +29,6 @@ from zeepo.errors import RankError
 from zeepo.launch.others import LOOK_SECONDS, Others, report_exceptions
 from zeepo.launch.program import FOLDER, command_again
 from zeepo.launch.slices import Slices
-from zeepo.memory.scratch import remove_before_hard_end
 
 FIRST_VARIABLE = "ZEEPO_LAUNCH_FIRST"
 """In a started rank: the process that started it."""
@@ -181,6 +180,8 @@ def _show_right_exception(others: Others, show: ExceptionHook) -> None:
     sys.excepthook = show_cause
 
 
+before_hard_end: Callable[[], None] | None = None
+"""Cleans up for a program that may end without its finalizers."""
 _others: Others | None = None
 _process = os.getpid()
 _has_failed = False
@@ -202,8 +203,8 @@ def _end_others() -> None:
     if _others is None or os.getpid() != _process:
         return
     status, blamed = _others.end(BAD_END_SECONDS if _has_failed else GOOD_END_SECONDS)
-    if _has_failed or status:
-        remove_before_hard_end()
+    if (_has_failed or status) and before_hard_end is not None:
+        before_hard_end()
     if _is_interrupted:
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
