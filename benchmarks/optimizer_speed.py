@@ -250,14 +250,9 @@ def print_rows(result: dict[str, Any]) -> None:
         print(f"{name}: {factor:.2f}x")
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = list(reversed(result["rows"]))
-    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(rows) + 1.2))
+def plot(report: dict[str, Any], path: Path) -> None:
+    rows = list(reversed(report["result"]["rows"]))
+    figure, axes = reporting.new_plot(height=0.4 * len(rows) + 1.2)
     values = [row["ns_per_parameter"] for row in rows]
     spread = [
         [row["ns_per_parameter"] - row["fastest"] for row in rows],
@@ -267,8 +262,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.barh([f"{row['name']}\n{row['group']}" for row in rows], values, xerr=spread, color=colors)
     axes.tick_params(axis="y", labelsize=7)
     axes.set_xlabel("ns per parameter (median; the line is the spread)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    reporting.save_plot(figure, report, path)
 
 
 def main() -> None:
@@ -297,7 +291,7 @@ def main() -> None:
     report["result"] = result
     path = reporting.result_path("optimizer_speed", is_short=args.short, given=args.result)
     reporting.write(report, path)
-    plot(result, path.with_suffix(".png"))
+    plot(report, path)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,10 @@ from typing import Any
 
 import reporting
 import torch
+from disk_speed import TierWay, tier_run
 from gpt import GPT, GPTConfig
 
 import zeepo
-from zeepo.memory.disk_tier import DiskTier
-from zeepo.memory.ledger import Ledger
-from zeepo.memory.pool import BufferPool
 
 LARGE = GPTConfig(num_layers=24, width=1024, num_heads=16, sequence=256, checkpointing=True)
 SHORT = GPTConfig(num_layers=4, width=256, num_heads=4, sequence=64, checkpointing=True)
@@ -163,29 +161,11 @@ def _per_step(before: Any, after: Any, num_steps: int) -> dict[str, float]:
 
 def link_speeds(disk: Path, total_bytes: int) -> dict[str, float]:
     """Bytes per second of the disk tier alone, with its checksums, in each direction."""
-    num_extents = 16
-    extent_bytes = total_bytes // num_extents
-    pool = BufferPool(Ledger("ram", total_bytes + (64 << 20)))
-    tier = DiskTier([disk], pool=pool)
-    try:
-        extents = [tier.allocate(f"extent{i}", extent_bytes) for i in range(num_extents)]
-        buffers = [pool.acquire(extent_bytes, "benchmark") for _ in extents]
-        for buffer in buffers:
-            torch.frombuffer(buffer.memory, dtype=torch.uint8).random_()
-        seconds: dict[str, list[float]] = {"ram->disk": [], "disk->ram": []}
-        for _ in range(4):  # the first write allocates its blocks
-            for edge, move in (("ram->disk", tier.write), ("disk->ram", tier.read)):
-                started = time.perf_counter()
-                futures = [
-                    move(e, [(0, b.memory)]) if edge == "ram->disk" else move(e, b.memory)  # type: ignore[operator]
-                    for e, b in zip(extents, buffers, strict=True)
-                ]
-                for future in futures:
-                    future.result()
-                seconds[edge].append(time.perf_counter() - started)
-        return {edge: total_bytes / min(times[1:]) for edge, times in seconds.items()}
-    finally:
-        tier.close()
+    with tier_run(disk, total_bytes, TierWay()) as run:
+        return {
+            edge: statistics.median(run.bytes_per_second(direction, 1.0)[0] for _ in range(3))
+            for edge, direction in (("ram->disk", "write"), ("disk->ram", "read"))
+        }
 
 
 def exposed(result: Mapping[str, Any], speeds: Mapping[str, float]) -> dict[str, float]:

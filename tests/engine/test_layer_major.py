@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,26 @@ def test_an_error_is_the_users_own(tmp_path: Path) -> None:
         session.accumulate(model, micro_batches(1))
         optimizer.step()
     assert not [t for t in threading.enumerate() if t.name.startswith("micro-batch")]
+
+
+def test_interrupted_no_thread_goes_on(tmp_path: Path) -> None:
+    """Ctrl-C reaches the caller, who must not get control while micro-batches still train."""
+    model, optimizer = make()
+
+    batches = micro_batches(0)
+
+    def compute(x: Tensor) -> Tensor:
+        if x is batches[0]:
+            _thread.interrupt_main()
+            time.sleep(0.5)  # the caller is waiting, and hears of it now
+        return model(x)
+
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path) as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.accumulate(compute, batches)
+        assert not [t for t in threading.enumerate() if t.name.startswith("micro-batch")]
+        optimizer.zero_grad()
+        session.accumulate(model, micro_batches(1))
 
 
 def test_modes_and_closed_sessions_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ fails, where a model is given no tensors or such as cannot be read, or where zee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from zeepo import events
+from zeepo.engine.backward import tensors_in
 from zeepo.engine.managed import plain_torch
 from zeepo.launch import launching
 from zeepo.units import MiB
@@ -67,8 +68,9 @@ class FirstBatch:
 def digest_of_tensors(arguments: Iterable[Any]) -> bytes | None:
     """Of the first few; None if there are none, or one that cannot be read."""
     hasher, count = xxhash.xxh3_64(), 0
+    found = (t for t in tensors_in(list(arguments)) if type(t) in (Tensor, nn.Parameter))
     with torch.no_grad(), plain_torch():
-        for count, tensor in enumerate(_tensors_in(arguments), start=1):
+        for count, tensor in enumerate(found, start=1):
             try:
                 hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
                 hasher.update(_bytes_of(tensor))
@@ -77,17 +79,6 @@ def digest_of_tensors(arguments: Iterable[Any]) -> bytes | None:
             if count == MOST_TENSORS:
                 break
     return hasher.digest() if count else None
-
-
-def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Ordinary ones, also those inside lists and dictionaries."""
-    for value in arguments:
-        if type(value) in (Tensor, nn.Parameter):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors_in(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
 
 
 def _bytes_of(tensor: Tensor) -> Any:

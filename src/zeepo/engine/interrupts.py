@@ -66,6 +66,7 @@ _CALLS_OTHERS = frozenset(
         "_in_order",
         "Frame.run",
         "Frame._recompute",
+        "_wait_for_micro_batches",
     }
 )
 """Functions of the engine that call the user's or torch's code, which may be interrupted there."""

@@ -59,6 +59,7 @@ def run_layer_major(
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def train(number: int) -> None:
+        assert torch.get_num_threads() == num_threads
         batch = micro_batches[number]
         with _saving_as(hooks):
             loss = compute_loss(*(batch if isinstance(batch, tuple) else (batch,)))
@@ -66,22 +67,29 @@ def run_layer_major(
             loss.backward()  # type: ignore[no-untyped-call]
             losses[number] = loss.detach()
 
-    def run(number: int) -> None:
-        assert torch.get_num_threads() == num_threads
-        turns.run(number, lambda: train(number))
-
     threads = [
-        threading.Thread(target=run, args=(number,), name=f"micro-batch {number}", daemon=True)
+        threading.Thread(
+            target=turns.run, args=(number, train), name=f"micro-batch {number}", daemon=True
+        )
         for number in range(len(micro_batches))
     ]
     with _switching(manager, turns):
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            _wait_for_micro_batches(threads)
+        except BaseException as error:  # Ctrl-C comes to this thread: the others must not go on
+            turns.failure = error
+            _wait_for_micro_batches(threads)
+            raise
     if turns.failure is not None:
         raise turns.failure
     return [loss for loss in losses if loss is not None]
+
+
+def _wait_for_micro_batches(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -37,13 +37,13 @@ class Turns:
         self._contributed: list[set[int]] = [set() for _ in range(count)]
         self.failure: BaseException | None = None
 
-    def run(self, number: int, work: Callable[[], None]) -> None:
+    def run(self, number: int, work: Callable[[int], None]) -> None:
         """A micro-batch's own thread: waits for its turn, and passes it on at the end."""
         with self._changed:
             self._number_of[threading.get_ident()] = number
         try:
             self._wait_for(number)
-            work()
+            work(number)
             self._check_buffers()
         except _Stopped:
             return

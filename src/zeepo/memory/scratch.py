@@ -33,17 +33,15 @@ _RETRY_SECONDS = 0.02
 _KNOWN_FILES = (_WHOLE, _CHUNKS, _OWNER, _LOCK)
 
 
-_made: list[weakref.ref["ScratchFolder"]] = []
+_made: weakref.WeakSet["ScratchFolder"] = weakref.WeakSet()
 _used_directories: set[Path] = set()
 
 
 def remove_before_hard_end() -> None:
     """For a process that ends without its finalizers: its own folders go, and those that its
     ranks, killed before they could, have left beside them."""
-    for reference in _made:
-        folder = reference()
-        if folder is not None:
-            folder.remove()
+    for folder in _made:
+        folder.remove()
     for directory in _used_directories:
         with contextlib.suppress(DiskError):  # the directory itself is gone
             remove_leftovers(directory)
@@ -79,7 +77,7 @@ class ScratchFolder:
             failure = disk_error(f"write to {self.path}", self.path, error)
             self.remove()
             raise failure from error
-        _made.append(weakref.ref(self))
+        _made.add(self)
         _used_directories.add(directory.resolve())
 
     def remove(self) -> None:
