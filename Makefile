@@ -61,6 +61,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/practicality.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/disk_speed.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/bytes_moved.py --short --disk $(BENCH_DISK)
+	$(BIN)/python benchmarks/beyond_memory.py --short --disk $(BENCH_DISK)
+	$(BIN)/python benchmarks/long_run.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/largest_model.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/peers.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/optimizer_speed.py --short

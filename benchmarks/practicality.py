@@ -127,7 +127,7 @@ def compare(
             if not number % 2:
                 plain_seconds = plain.turn(batches, turns.num_skipped)
             pairs.append((plain_seconds, zeepo_seconds))
-            moved.append(_per_step(before, after, turns.num_steps))
+            moved.append(per_step(before, after, turns.num_steps))
             print(
                 f"  turn {number}: plain {plain_seconds:6.2f} s  zeepo {zeepo_seconds:6.2f} s  "
                 f"{plain_seconds / zeepo_seconds:.3f}  waited {moved[-1]['seconds_waited']:.2f} s  "
@@ -150,7 +150,7 @@ def compare(
     }
 
 
-def _per_step(before: Any, after: Any, num_steps: int) -> dict[str, float]:
+def per_step(before: Any, after: Any, num_steps: int) -> dict[str, float]:
     moved = {
         edge: (after["bytes_moved"][edge] - before["bytes_moved"][edge]) / num_steps
         for edge in ("disk->ram", "ram->disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import zeepo
-from zeepo.errors import SessionError, UnsupportedError
+from zeepo.engine.update import ChunkUpdate
+from zeepo.errors import DiskError, SessionError, UnsupportedError
 
 WIDTH = 40
 NUM_LAYERS = 6
@@ -52,12 +54,80 @@ def test_gradients_leave_while_backward_runs(opened: Any) -> None:
     assert max(held) <= 2 * UNIT_BYTES
 
 
-def test_values_are_new_before_the_step(opened: Any) -> None:
+USES_BEFORE_STEP: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "read": lambda model, _: model[0].weight.norm(),
+    "change": lambda model, _: model[0].weight.data.mul_(0.99),
+    "forward": lambda model, _: loss_of(model),
+    "state": lambda _, optimizer: [
+        value.sum() for state in optimizer.state.values() for value in state.values()
+    ],
+}
+
+
+@pytest.mark.parametrize("use", USES_BEFORE_STEP)
+def test_values_are_not_used_before_the_step(opened: Any, use: str) -> None:
+    """Plain PyTorch still has the old ones there."""
     model, optimizer, _ = opened
-    before = model[0].weight.detach().clone()
+    for _ in range(2):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     loss_of(model).backward()
-    assert not torch.equal(model[0].weight, before)
+    with torch.no_grad(), pytest.raises(SessionError, match=r"between backward\(\) and"):
+        USES_BEFORE_STEP[use](model, optimizer)
     optimizer.step()
+    model[0].weight.norm()
+
+
+@pytest.mark.parametrize("what", ["backward", "step"])
+def test_gradients_of_the_last_step_are_cleared_first(opened: Any, what: str) -> None:
+    """Torch would add to them, or use them once more."""
+    model, optimizer, _ = opened
+    loss_of(model).backward()
+    optimizer.step()
+    with pytest.raises(SessionError, match="zero_grad"):
+        loss_of(model).backward() if what == "backward" else optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def test_a_parameter_that_moves_to_another_group_is_noticed(tmp_path: Path) -> None:
+    model, _ = make()
+    halves = list(model.parameters())[::2], list(model.parameters())[1::2]
+    optimizer = torch.optim.AdamW([{"params": half} for half in halves], lr=1e-2)
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, update="backward"):
+        loss_of(model).backward()
+        first, second = optimizer.param_groups
+        second["params"].append(first["params"].pop())
+        with pytest.raises(SessionError, match="which parameters"):
+            optimizer.step()
+
+
+def test_an_update_that_fails_half_way_is_not_made_again(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, _ = opened
+    model[1].bias.requires_grad_(False)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1].bias.requires_grad_(True)  # without states: another batch of the same chunk
+    batches: list[str] = []
+    original = ChunkUpdate._update_batch
+
+    def failing(self: ChunkUpdate, batch: Any) -> None:
+        if self.chunk.label == "1":
+            batches.append(self.chunk.label)
+            if len(batches) == 2:
+                raise DiskError("full for a moment")
+        original(self, batch)
+
+    monkeypatch.setattr(ChunkUpdate, "_update_batch", failing)
+    with pytest.raises(DiskError, match="for a moment"):
+        loss_of(model).backward()
+    with pytest.raises(SessionError, match="half-way"):
+        optimizer.step()
 
 
 def test_accumulation_is_declared(tmp_path: Path) -> None:
@@ -82,7 +152,7 @@ def test_accumulation_is_declared(tmp_path: Path) -> None:
 def test_undeclared_accumulation_is_refused(opened: Any) -> None:
     model, _, _ = opened
     loss_of(model).backward()
-    with pytest.raises(SessionError, match=r"second backward.*no_sync"):
+    with pytest.raises(SessionError, match=r"between backward\(\) and .*no_sync"):
         loss_of(model).backward()
 
 

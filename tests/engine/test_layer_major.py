@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import contextvars
+import random
 import threading
 import time
 from pathlib import Path
@@ -211,3 +213,96 @@ def test_recompute_is_refused(tmp_path: Path) -> None:
         pytest.raises(UnsupportedError, match="activations='recompute'"),
     ):
         session.accumulate(model, micro_batches(0))
+
+
+class Drawing(nn.Module):
+    """Layers whose outputs are scaled by numbers drawn in some way."""
+
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.generator = torch.Generator().manual_seed(3)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.draw == "generator":
+                x = x * torch.rand(1, generator=self.generator)
+            elif self.draw == "python":
+                x = x * random.random()
+            elif self.draw == "backward" and x.requires_grad:
+                x.register_hook(lambda grad: grad * torch.rand(1))
+        return x
+
+
+@pytest.mark.parametrize("draw", ["generator", "python", "backward"])
+def test_random_numbers_are_refused_wherever_they_come_from(draw: str, tmp_path: Path) -> None:
+    model = Drawing(draw)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path) as session,
+        pytest.raises(UnsupportedError, match="random numbers"),
+    ):
+        session.accumulate(lambda x: model(x).square().mean(), [torch.ones(n, 8) for n in (3, 5)])
+
+
+class OneNorm(nn.Module):
+    """One batch norm behind every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return x
+
+
+def test_a_buffer_that_is_changed_in_another_order_is_refused(tmp_path: Path) -> None:
+    model = OneNorm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path) as session,
+        pytest.raises(UnsupportedError, match="changes a buffer"),
+    ):
+        session.accumulate(lambda x: model(x).square().mean(), [torch.randn(n, 8) for n in (3, 5)])
+
+
+@pytest.mark.parametrize("what", ["accumulate", "step", "close"])
+def test_what_cannot_be_done_inside_is_refused(what: str, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path) as session:
+
+        def compute_loss(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            if what == "accumulate":
+                session.accumulate(lambda y: model(y).mean(), [x])
+            elif what == "step":
+                optimizer.step()
+            else:
+                session.close()
+            return loss
+
+        with pytest.raises(SessionError, match="inside the function"):
+            session.accumulate(compute_loss, [torch.ones(2, 8)] * 2)
+        model(torch.ones(2, 8))
+
+
+def test_context_variables_reach_the_micro_batches(tmp_path: Path) -> None:
+    factor = contextvars.ContextVar("factor", default=1.0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    factor.set(3.0)
+    seen: list[float] = []
+
+    def compute_loss(x: torch.Tensor) -> torch.Tensor:
+        seen.append(factor.get())
+        return model(x).mean()
+
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path) as session:
+        session.accumulate(compute_loss, [torch.ones(2, 8)] * 2)
+    assert seen == [3.0, 3.0]

@@ -84,12 +84,21 @@ def test_torch_keeps_its_reserve_however_little_it_takes(process: Process) -> No
 
 
 def test_what_torch_takes_is_not_the_ledgers(process: Process) -> None:
+    process.look()
     process.torch_bytes = 400 * MiB
     assert process.look() == RAM - 400 * MiB - FIRST_SLACK_BYTES
     process.torch_bytes = 200 * MiB
     process.budget.end_step()
     ready_for_another_rise = RAM - 200 * MiB - RAM // 8
     assert process.look_until_risen() == ready_for_another_rise, "within reason"
+
+
+def test_what_was_there_before_the_first_look_is_no_rise(process: Process) -> None:
+    """The user's model, which is about to be adopted, would be expected to come again."""
+    process.torch_bytes = 400 * MiB
+    first = process.look()
+    process.budget.end_step()
+    assert process.look_until_risen() >= first
 
 
 def test_the_limit_falls_at_once_and_rises_late(process: Process) -> None:

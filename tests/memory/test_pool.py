@@ -138,6 +138,20 @@ def test_pages_of_dropped_buffers_are_handed_on() -> None:
     assert int(views[0].max()) == 0, "an old view is valid and has lost its bytes"
 
 
+def test_a_dropped_buffer_that_was_not_needed_stays() -> None:
+    """Idle ones are dropped from the oldest on until there is enough; the last may be all it
+    takes, and then the others were dropped for nothing."""
+    ledger = Ledger("ram", 64 * MiB)
+    pool = BufferPool(ledger)
+    small, large = pool.acquire(4 * MiB, "params"), pool.acquire(32 * MiB, "params")
+    small.release()
+    large.release()
+    pool.acquire(16 * MiB, "grads")
+    assert ledger.by_tag() == {"grads": 16 * MiB, IDLE_TAG: 20 * MiB}
+    assert pool.fresh_bytes == 36 * MiB - 20 * MiB - 16 * MiB
+    assert pool.mapped_bytes == 36 * MiB
+
+
 def test_idle_pages_are_used_before_fresh_ones() -> None:
     """Buffers of one size after those of another do not add up, also where there is no limit."""
     pool = BufferPool(Ledger("ram", None))

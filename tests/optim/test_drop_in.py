@@ -230,3 +230,20 @@ def test_refusals() -> None:
     other = zeepo.optim.AdamW([nn.Parameter(torch.ones(4))])
     with pytest.raises(WeightsError, match="does not belong"):
         other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_first_step_that_is_skipped_leaves_no_states() -> None:
+    """SGD's first step takes the gradient as it is; with dampening the second does not."""
+
+    def run(kind: type[torch.optim.Optimizer]) -> float:
+        p = torch.nn.Parameter(torch.ones(8))
+        optimizer = kind([p], lr=0.1, momentum=0.9, dampening=0.5)  # type: ignore[call-arg]
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for factor in (float("inf"), 1.0, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((p * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return p[0].item()
+
+    assert run(zeepo.optim.SGD) == run(torch.optim.SGD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given
@@ -139,6 +141,33 @@ def test_a_large_module_is_taken_apart_and_what_it_owns_is_a_unit() -> None:
         "child0.child1",
         "child1",
     ]
+
+
+def test_neighbours_that_fit_together_are_one_unit() -> None:
+    """A norm moves with its neighbours; what would not fit begins the next unit."""
+    block = Node([], [nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 16)])
+    model = nn.Sequential(*(deepcopy(block) for _ in range(4)))
+    limit = sum(p.nbytes for p in model.parameters()) // units_module.SHARE_OF_MODEL
+    assert names(find_units("", model))[:2] == [
+        (
+            "0.child0..child2",
+            [f"0.child{i}.{n}" for i in range(3) for n in ("weight", "bias")],
+        ),
+        ("0.child3", ["0.child3.weight", "0.child3.bias"]),
+    ]
+    assert all(unit.nbytes <= limit for unit in find_units("", model) if ".." in unit.name)
+
+
+def test_neighbours_that_share_a_weight_have_it_once() -> None:
+    model = Node([], [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 200)])
+    model.child1.weight = model.child0.weight
+    found = names(find_units("", model))
+    assert found[0] == ("child0..child1", ["child0.weight", "child0.bias", "child1.bias"])
+
+
+def test_blocks_of_a_list_are_not_joined() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
+    assert len(find_units("", model)) == 20
 
 
 def test_an_expert_list_is_apart_however_small() -> None:

@@ -16,7 +16,7 @@ the chunk dirty. A fetch asserts that the extent was not written since.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from enum import Enum
 
@@ -42,7 +42,19 @@ class Kind(Enum):
 class Chunk:
     """State of one chunk; changed only by the store."""
 
-    def __init__(self, key: int, kind: Kind, label: str, layout: Layout, home: Tier | None):
+    def __init__(
+        self,
+        key: int,
+        kind: Kind,
+        label: str,
+        layout: Layout,
+        home: Tier | None,
+        in_ram: dict[int, Chunk],
+    ):
+        self._in_ram = in_ram
+        """All chunks of the store that hold memory, by key; this one enters and leaves it."""
+        self.resident_bytes = 0
+        """The memory it holds."""
         self.key = key
         self.kind = kind
         self.label = label
@@ -50,9 +62,8 @@ class Chunk:
         self.home = home
         """The tier it is evicted to; None when it stays in RAM."""
         self.storages: list[torch.UntypedStorage | None] = [None] * len(layout.slots)
-        self.own_memory: dict[int, Reservation] = {}
-        """Slots whose bytes are in memory of their own, with the ledger entry for it."""
-        self.buffer: Buffer | None = None
+        self._own_memory: dict[int, Reservation] = {}
+        self._buffer: Buffer | None = None
         self.is_resident = False
         self.fetching: Future[None] | None = None
         self.writing: Future[None] | None = None
@@ -92,9 +103,40 @@ class Chunk:
         return self.version != self.lower_version
 
     @property
-    def resident_bytes(self) -> int:
-        own = sum(r.nbytes for r in self.own_memory.values())
-        return own + (self.buffer.capacity_bytes if self.buffer is not None else 0)
+    def own_memory(self) -> Mapping[int, Reservation]:
+        """Slots whose bytes are in memory of their own, with the ledger entry for it."""
+        return self._own_memory
+
+    def keep_own(self, index: int, reservation: Reservation) -> None:
+        """A slot has memory of its own now, in the place of any it had."""
+        self.let_own_go(index)
+        self._own_memory[index] = reservation
+        self._count_memory()
+
+    def let_own_go(self, index: int) -> None:
+        """A slot's own memory, if it has any, is not the store's any more."""
+        reservation = self._own_memory.pop(index, None)
+        if reservation is not None:
+            reservation.release()
+            self._count_memory()
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """The pool's memory for all slots that have none of their own."""
+        return self._buffer
+
+    @buffer.setter
+    def buffer(self, buffer: Buffer | None) -> None:
+        self._buffer = buffer
+        self._count_memory()
+
+    def _count_memory(self) -> None:
+        buffered = 0 if self._buffer is None else self._buffer.capacity_bytes
+        self.resident_bytes = buffered + sum(r.nbytes for r in self._own_memory.values())
+        if self.resident_bytes:
+            self._in_ram[self.key] = self
+        else:
+            self._in_ram.pop(self.key, None)
 
     def present(self) -> list[tuple[int, torch.UntypedStorage]]:
         return [(i, s) for i, s in enumerate(self.storages) if s is not None]
@@ -128,9 +170,7 @@ class Chunk:
         storage = self.storages[index]
         if storage is not None and storage.nbytes() != 0:
             take_memory(storage)
-        reservation = self.own_memory.pop(index, None)
-        if reservation is not None:
-            reservation.release()
+        self.let_own_go(index)
 
     def clear(self) -> None:
         """Take the memory from every slot and give the buffer back."""

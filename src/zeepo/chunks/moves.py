@@ -19,6 +19,7 @@ from zeepo.chunks.losses import named
 from zeepo.chunks.trace import Trace
 from zeepo.errors import BudgetError, DiskError, InternalError, RankError
 from zeepo.memory.pool import BufferPool
+from zeepo.memory.transfers import Transfer
 from zeepo.sabotage import sabotaged
 
 PAGE_BYTES = 4096
@@ -45,6 +46,8 @@ class Moves:
         self.trace = Trace()
         self.counters = StoreCounters()
         self.chunks: dict[int, Chunk] = {}
+        self.in_ram: dict[int, Chunk] = {}
+        """Those of them that hold memory."""
         self.copies: list[Chunk] = []
         """Those of them that are copies of what is split over the ranks."""
         self._guaranteed_bytes = guaranteed_bytes
@@ -55,10 +58,8 @@ class Moves:
         """Waits until a rank gives back what it borrowed; False if there is no such thing."""
         self.unused_bytes: Callable[[], int] = lambda: 0
         """What the process could still grow by, whatever the limit is at this moment."""
-        self._short_lived: dict[int, Chunk] = {}
-        """Chunks whose content comes from torch and goes soon..."""
         self._short_lived_bytes = 0
-        """...and the most that they held at once."""
+        """The most that chunks held at once whose content comes from torch and goes soon."""
         self.must_have_room = False
         """While closing, values come before the budget: what no eviction frees is granted."""
 
@@ -85,7 +86,7 @@ class Moves:
     def evict_for(self, nbytes: int) -> None:
         try:
             victims = choose_victims(
-                candidates(self.chunks.values(), self.trace), self.missing_bytes(nbytes)
+                candidates(self.in_ram.values(), self.trace), self.missing_bytes(nbytes)
             )
             if victims is None:
                 self._make_room_otherwise(nbytes)
@@ -106,7 +107,7 @@ class Moves:
         """
         if self.relieve is not None and self.relieve(nbytes):
             return
-        movable = [c.key for c in candidates(self.chunks.values(), self.trace) if c.nbytes]
+        movable = [c.key for c in candidates(self.in_ram.values(), self.trace) if c.nbytes]
         if movable:
             self._evict_all(movable)
             return
@@ -123,7 +124,7 @@ class Moves:
         while (excess := self.ledger.used_bytes - (self.ledger.limit_bytes or 0)) > 0:
             if self.pool.trim(excess):
                 continue
-            known = candidates(self.chunks.values(), self.trace)
+            known = candidates(self.in_ram.values(), self.trace)
             victims = choose_victims(known, min(excess, sum(c.nbytes for c in known)))
             if not victims:
                 return
@@ -208,6 +209,8 @@ class Moves:
             return
         if self.ledger.used_bytes < PRESSURE * limit or not chunk.is_dirty:
             return
+        if chunk.is_short_lived:
+            return
         if chunk.kind is Kind.GRAD and self._changed_bytes() < GRADS_STAY * limit:
             return
         next_use = self.trace.next_use(chunk.key)
@@ -215,7 +218,7 @@ class Moves:
             self.start_write(chunk)
 
     def _changed_bytes(self) -> int:
-        return sum(c.resident_bytes for c in self.chunks.values() if c.is_dirty and c.is_resident)
+        return sum(c.resident_bytes for c in self.in_ram.values() if c.is_dirty and c.is_resident)
 
     # -- moving up --------------------------------------------------------------------------------
 
@@ -246,6 +249,15 @@ class Moves:
         finally:
             chunk.leases -= 1
         self.counters.num_fetches += 1
+
+    def note_progress(self) -> None:
+        """Reads on their way fill fresh memory, which is not torch's: note how far they are."""
+        if not self.pool.fresh_bytes:
+            return
+        for chunk in self.in_ram.values():
+            read = chunk.fetching
+            if isinstance(read, Transfer) and read.num_parts and chunk.buffer is not None:
+                chunk.buffer.touched(chunk.layout.nbytes * read.num_parts_done // read.num_parts)
 
     @staticmethod
     def forget_failed_fetch(chunk: Chunk) -> None:
@@ -305,18 +317,21 @@ class Moves:
 
     def prefetch(self) -> None:
         """Start reading what comes next, as far as room can be had without harm."""
+        if len(self.in_ram) == len(self.chunks):
+            return
         spoken_for = self._spoken_for_bytes()
         for key in self.trace.upcoming(LOOKAHEAD_CHUNKS):
             chunk = self.chunks.get(key)
             if chunk is None or chunk.buffer is not None or not chunk.may_be_prefetched:
                 continue
-            if chunk.is_resident or chunk.is_empty:
+            nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
+            if chunk.is_empty:  # a gradient that is made before what follows here is needed
+                spoken_for += 0 if chunk.is_short_lived else nbytes
                 continue
-            if chunk.extent is None or chunk.is_dirty:
+            if chunk.is_resident or chunk.extent is None or chunk.is_dirty:
                 continue
             if chunk.is_copy and not self._make_way_for_copy(chunk):
                 continue
-            nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
             if not self.pool.can_acquire(nbytes + spoken_for) and not self.make_room_early(
                 chunk, nbytes + spoken_for
             ):
@@ -328,11 +343,10 @@ class Moves:
         """Something came; if it will go soon, as much room is not worth filling meanwhile."""
         if not chunk.is_short_lived:
             return
-        self._short_lived[chunk.key] = chunk
         self._short_lived_bytes = max(self._short_lived_bytes, self._held_for_short())
 
     def _held_for_short(self) -> int:
-        return sum(chunk.resident_bytes for chunk in self._short_lived.values())
+        return sum(c.resident_bytes for c in self.in_ram.values() if c.is_short_lived)
 
     def _spoken_for_bytes(self) -> int:
         """Room that reading ahead leaves to what torch is about to make. Filled, it would be
@@ -346,10 +360,10 @@ class Moves:
         """Make room for a prefetch from clean chunks that are needed later than it."""
         missing = self.missing_bytes(nbytes)
         later_than = self.trace.next_use(chunk.key)
-        for other in self.chunks.values():
+        for other in self.in_ram.values():
             self.collect_write(other)
         victims = choose_victims(
-            candidates(self.chunks.values(), self.trace, only_clean=True),
+            candidates(self.in_ram.values(), self.trace, only_clean=True),
             missing,
             later_than=later_than,
         )

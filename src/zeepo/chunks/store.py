@@ -62,7 +62,7 @@ class ChunkStore:
     def create(self, kind: Kind, label: str, layout: Layout, home: Tier | None) -> Chunk:
         """A new, empty chunk."""
         with self.lock:
-            chunk = Chunk(self._next_key, kind, label, layout, home)
+            chunk = Chunk(self._next_key, kind, label, layout, home, self.moves.in_ram)
             self._next_key += 1
             self.moves.chunks[chunk.key] = chunk
             return chunk
@@ -95,7 +95,7 @@ class ChunkStore:
                     if self.budget is not None:
                         self.budget.hand_over(slot.nbytes)
                     self.moves.make_ledger_room(slot.nbytes)
-                    chunk.own_memory[index] = self.ledger.reserve(chunk.kind.value, slot.nbytes)
+                    chunk.keep_own(index, self.ledger.reserve(chunk.kind.value, slot.nbytes))
                 chunk.storages[index] = storage
                 chunk.is_resident = True
                 chunk.version += 1
@@ -185,7 +185,7 @@ class ChunkStore:
             try:
                 self._end_write(chunk)
                 if index in chunk.own_memory:
-                    chunk.own_memory.pop(index).release()
+                    chunk.let_own_go(index)
                 elif storage.nbytes() and (chunk.raw_holds or in_buffer):
                     chunk.is_buffer_lent = True
                 elif storage.nbytes():
@@ -214,10 +214,7 @@ class ChunkStore:
                 storage = chunk.storages[index]
                 assert storage is not None
                 swap_memory(storage, place)
-                before = chunk.own_memory.pop(index, None)
-                if before is not None:
-                    before.release()
-                chunk.own_memory[index] = reservation
+                chunk.keep_own(index, reservation)
             if chunk.buffer is not None and not chunk.raw_holds:
                 chunk.buffer.release()
                 chunk.buffer = None
@@ -265,6 +262,7 @@ class ChunkStore:
         if self.budget is None or self._is_closing:
             return
         with self.lock:
+            self.moves.note_progress()
             self.budget.look()
             if self.ledger.used_bytes > (self.ledger.limit_bytes or 0):
                 self.moves.shrink_to_limit()
@@ -289,7 +287,7 @@ class ChunkStore:
 
     def movable_bytes(self) -> int:
         """What could leave RAM now."""
-        chunks = self.moves.chunks.values()
+        chunks = self.moves.in_ram.values()
         movable = [c.resident_bytes for c in chunks if c.home is not None and not c.leases]
         return sum(movable) + self.pool.idle_bytes
 

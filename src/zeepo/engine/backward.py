@@ -27,6 +27,7 @@ from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import storage_of
 from zeepo.engine.saved import Handle, Weight
 from zeepo.engine.turns import Turns
+from zeepo.errors import SessionError
 from zeepo.sabotage import sabotaged
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -44,6 +45,14 @@ class NodeLeases:
         """With the thread whose backward holds it."""
         self.turns: Turns | None = None
         """Who runs, while several micro-batches pass the units together."""
+
+    def refuse_inside_accumulate(self, what: str) -> None:
+        """Other micro-batches are in the middle of the model."""
+        if self.turns is not None:
+            raise SessionError(
+                f"{what} inside the function given to session.accumulate: the other micro-batches "
+                "are in the middle of the model. Call it after session.accumulate."
+            )
 
     def attach(self, node: Any, chunks: Sequence[Chunk], coming_bytes: int = 0) -> _NodeLease:
         lease = _NodeLease(self, tuple(chunks), coming_bytes)

@@ -5,11 +5,14 @@ chunks after it are about to get. The numbers are those of `optimizer.step()`: h
 fixed at the first update of a backward, and a program that would have computed something else is
 refused, by name and before a wrong value is used:
 
-- a weight that is needed again after its update, by a later node of the same backward;
+- parameters or states that are used after their update and before the step, by a later node of the
+  same backward or by anybody else: the values that plain PyTorch has there are gone;
 - a second gradient of a parameter that was updated already (accumulation is declared by
   `session.no_sync()`, in which nothing is updated);
 - gradients that are read, clipped or cleared before the step: they are gone;
-- hyperparameters that change between backward and step.
+- hyperparameters, or groups of parameters, that change between backward and step;
+- a backward or a step with the gradients of the last step, which nobody has cleared: torch would
+  use them again.
 
 [Note: final gradients] A gradient is final when autograd has accumulated into the parameter as
 often as in the last backward; in the first one, once, unless a nested backward did it (reentrant
@@ -22,10 +25,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from zeepo import events
 from zeepo.chunks.chunk import Chunk
 from zeepo.engine.ends_of_backward import EndsOfBackward
 from zeepo.engine.managed import Home
@@ -52,16 +57,31 @@ class BackwardUpdates:
         """The same of this backward, so far."""
         self._recipe: Recipe | None = None
         """What the updates of this step were made with; None before the first."""
-        self._updated: dict[int, Chunk] = {}
-        """PARAM chunks that were updated and whose step() has not come yet."""
+        self._updated: set[int] = set()
+        """PARAM chunks that were updated and whose step() has not come yet..."""
+        self._guarded: list[Chunk] = []
+        """...and every chunk that such an update changed."""
         self._consumed: set[int] = set()
         """id(home) of every parameter that was updated before its step()."""
+        self._gone: dict[int, str] = {}
+        """id(home) -> name of those whose gradient plain PyTorch would still have after step()."""
 
     def install(self) -> None:
         self._ends.install()
         self._manager.gradients.on_arrival = self._arrived
         self._manager.gradients.check = self._refuse_if_consumed
         self._step.before_run = self._begin_step
+        self._step.before_close = self._give_back
+
+    def _give_back(self) -> None:
+        """The session closes: values are given back as they are."""
+        if self._consumed:
+            events.warn(
+                f"the session is closed after a backward() without optimizer.step(): with "
+                f"update='backward' {len(self._consumed)} parameters were updated already, and "
+                "come back so."
+            )
+        self._let_go()
 
     def remove(self) -> None:
         self._ends.remove()
@@ -94,6 +114,7 @@ class BackwardUpdates:
                 "`with session.no_sync(): loss.backward()` for all but the last micro-batch, or "
                 "use update='step'."
             )
+        self._refuse_uncleared("backward()")
         self._seen.clear()
 
     def _arrived(self, home: Home) -> None:
@@ -121,63 +142,100 @@ class BackwardUpdates:
         return not is_trained or self._seen[id(home)] >= max(1, self._expected[id(home)])
 
     def _update(self, chunk: Chunk, homes: Sequence[Home]) -> None:
+        if chunk.raw_holds or self._step.torn is not None:
+            return  # somebody sees its values by their address: left to step()
         if self._recipe is None:
             self._recipe = self._step.fix_recipe()
         updated = self._step.update_now(self._recipe, chunk, homes)
         if not updated:
             return
         self._consumed.update(map(id, updated))
-        self._updated[chunk.key] = chunk
+        self._updated.add(chunk.key)
         self._manager.grad_chunks[chunk.key].is_short_lived = True
         for home in updated:
             self._manager.gradients.drop(home)
-        chunk.before_use = lambda: self._refuse_use(chunk)
-
-    @staticmethod
-    def _refuse_use(chunk: Chunk) -> None:
-        """Between a chunk's update and the end of backward its old values would be needed."""
-        if torch._C._current_graph_task_id() != -1:
-            raise SessionError(
-                f"{chunk.label} is used in backward after it was updated: its weights are needed "
-                "by a part of the graph that gives them no gradient (a detached or frozen use, a "
-                "recomputed forward). Its old values are gone: go on from the last checkpoint "
-                "with update='step'."
-            )
+        for changed in self._step.changed_by_update(chunk):
+            self._guarded.append(changed)
+            changed.before_use = partial(_refuse_use, changed)
 
     def _end(self, _: Sequence[Tensor]) -> None:
         if self._is_accumulating:
             return
         self._expected = Counter(self._seen)
-        for chunk in self._updated.values():
-            chunk.before_use = None
 
     # -- the step ---------------------------------------------------------------------------------
 
     def _begin_step(self, recipe: Recipe) -> None:
         """`optimizer.step()`: the updates that were made are the ones it would have made."""
-        if self._recipe is not None and not self._recipe.is_same_as(recipe):
+        if self._step.torn is not None:
+            label, error = self._step.torn
             raise SessionError(
-                "the optimizer's hyperparameters changed between backward() and step(): with "
-                "update='backward' the parameters were updated with the former ones. Change them "
-                "(or step the scheduler) after optimizer.step(), or use update='step'."
+                f"the update of {label} failed half-way in backward: its values are neither those "
+                "before the step nor those after it. Go on from the last checkpoint."
+            ) from error
+        self._refuse_uncleared("optimizer.step()")
+        if self._recipe is not None and not (
+            self._recipe.is_same_as(recipe) and self._step.has_groups_of_recipe()
+        ):
+            raise SessionError(
+                "the optimizer's hyperparameters changed between backward() and step(), or which "
+                "parameters have them: with update='backward' the parameters were updated with the "
+                "former ones. Change them (or step the scheduler) after optimizer.step(), or use "
+                "update='step'."
             )
+        self._gone = {
+            id(home): home.name
+            for key in self._updated
+            for home in self._manager.slots[key]
+            if id(home) in self._consumed
+        }
         self._let_go()
 
+    def _refuse_uncleared(self, what: str) -> None:
+        """Of the last step's gradients nobody has asked for, as `zero_grad()` does."""
+        if self._gone:
+            names = list(self._gone.values())
+            raise SessionError(
+                f"{what} before the gradients of the last step were cleared ({names[0]} and "
+                f"{len(names) - 1} more): torch would use them again, and with update='backward' "
+                "they are gone. Call optimizer.zero_grad() after each step, or use update='step'."
+            )
+
     def _let_go(self) -> None:
-        for chunk in self._updated.values():
+        for chunk in self._guarded:
             chunk.before_use = None
+        self._guarded.clear()
         self._updated.clear()
         self._consumed.clear()
         self._recipe = None
 
     def _refuse_if_consumed(self, home: Home) -> None:
-        """Somebody asks for a gradient between backward and step."""
+        """Somebody asks for a gradient: between backward and step there is none."""
+        self._gone.pop(id(home), None)
         if id(home) in self._consumed:
             raise SessionError(
                 f"the gradient of {home.name} is gone: with update='backward' the parameter was "
                 "updated with it before backward() ended. Whoever reads, clips, unscales or "
                 "clears gradients before optimizer.step() needs update='step'."
             )
+
+
+def _refuse_use(chunk: Chunk) -> None:
+    """Between a chunk's update and the step its old values would be needed."""
+    if torch._C._current_graph_task_id() != -1:
+        raise SessionError(
+            f"{chunk.label} is used in backward after it was updated: its weights are needed "
+            "by a part of the graph that gives them no gradient (a detached or frozen use, a "
+            "recomputed forward). Its old values are gone: go on from the last checkpoint "
+            "with update='step'."
+        )
+    raise SessionError(
+        f"{chunk.label} is used between backward() and optimizer.step(): with update='backward' it "
+        "was updated already, and the values that plain PyTorch has at this point are gone. Read "
+        "or change parameters and optimizer state after optimizer.step(), accumulate by "
+        "`with session.no_sync(): loss.backward()` for all but the last micro-batch, or use "
+        "update='step'."
+    )
 
 
 def _refuse_what_cannot_be(manager: Manager, steps: Sequence[OptimizerStep]) -> None:

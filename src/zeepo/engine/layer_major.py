@@ -8,8 +8,9 @@ gets its gradients in the order of the micro-batches: the same bits as one after
 parameters are read once per step.
 
 What would change a number is refused: random numbers (they would be drawn in another order),
-buffers that change while backward recomputes, and micro-batches that take different ways (gradients
-would be added in another order).
+buffers that one micro-batch changes after a later one did, and micro-batches that take different
+ways (gradients would be added in another order). Not seen: what a forward leaves for its later
+layers in a buffer or an attribute of its own, `threading.local`, a generator nobody holds.
 
 [Note: order]
 Autograd holds a lock while a gradient is accumulated, so a thread cannot wait there for the
@@ -19,10 +20,14 @@ others; it can only see that they were there before.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import random as pythons
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +46,7 @@ def run_layer_major(
     micro_batches: Sequence[Any],
 ) -> list[Tensor]:
     """Forward and backward of every micro-batch, unit by unit; returns their losses."""
+    manager.node_leases.refuse_inside_accumulate("session.accumulate")
     if manager.ranks is not None or recompute.is_installed:
         what = "several ranks" if manager.ranks is not None else "activations='recompute'"
         raise UnsupportedError(
@@ -55,7 +61,7 @@ def run_layer_major(
     buffers = [buffer for model in models for buffer in model.buffers()]
     turns = Turns(len(micro_batches), buffers)
     num_threads = torch.get_num_threads()
-    random_state = torch.get_rng_state()
+    random = RandomNumbers(models)
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def train(number: int) -> None:
@@ -63,24 +69,30 @@ def run_layer_major(
         batch = micro_batches[number]
         with _saving_as(hooks):
             loss = compute_loss(*(batch if isinstance(batch, tuple) else (batch,)))
-            _refuse_random(random_state)
+            random.refuse_drawn()
             loss.backward()  # type: ignore[no-untyped-call]
+            random.refuse_drawn()
             losses[number] = loss.detach()
 
     threads = [
         threading.Thread(
-            target=turns.run, args=(number, train), name=f"micro-batch {number}", daemon=True
+            target=contextvars.copy_context().run,
+            args=(turns.run, number, train),
+            name=f"micro-batch {number}",
+            daemon=True,
         )
         for number in range(len(micro_batches))
     ]
     with _switching(manager, turns):
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
+            turns.begin()
             _wait_for_micro_batches(threads)
         except BaseException as error:  # Ctrl-C comes to this thread: the others must not go on
-            turns.failure = error
-            _wait_for_micro_batches(threads)
+            alive = set(threading.enumerate())  # also one whose start was interrupted
+            turns.stop(error, [thread in alive for thread in threads])
+            _wait_for_micro_batches([thread for thread in threads if thread in alive])
             raise
     if turns.failure is not None:
         raise turns.failure
@@ -89,6 +101,8 @@ def run_layer_major(
 
 def _wait_for_micro_batches(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
+        while thread.ident is None:  # its start was interrupted: it is about to run
+            time.sleep(0.001)
         thread.join()
 
 
@@ -116,9 +130,27 @@ def _saving_as(hooks: Any) -> Iterator[None]:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def _refuse_random(before: Tensor) -> None:
-    if not torch.equal(torch.get_rng_state(), before):
-        raise UnsupportedError(
-            "the model draws random numbers (dropout): session.accumulate would draw them in "
-            f"another order than micro-batch after micro-batch. {INSTEAD}, or without dropout."
-        )
+class RandomNumbers:
+    """The generators that can be found: torch's own, Python's, numpy's, those that modules hold."""
+
+    def __init__(self, models: Sequence[nn.Module]):
+        held = [v for model in models for m in model.modules() for v in vars(m).values()]
+        self._generators = [value for value in held if isinstance(value, torch.Generator)]
+        self._before = self._states()
+
+    def refuse_drawn(self) -> None:
+        """Whoever draws now draws in another order than one micro-batch after the other."""
+        if self._states() != self._before:
+            raise UnsupportedError(
+                "the model draws random numbers (dropout): session.accumulate would draw them in "
+                f"another order than micro-batch after micro-batch. {INSTEAD}, or without dropout."
+            )
+
+    def _states(self) -> list[Any]:
+        tensors = [torch.get_rng_state(), *(g.get_state() for g in self._generators)]
+        state: Any = np.random.get_state()
+        _, words, *rest = state
+        return [
+            *(tensor.numpy().tobytes() for tensor in tensors), pythons.getstate(),
+            words.tobytes(), rest,
+        ]  # fmt: skip

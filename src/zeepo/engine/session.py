@@ -267,10 +267,7 @@ class Session:
         return run_layer_major(*parts, compute_loss, list(micro_batches))
 
     def resize(self, *, ram: int | str) -> None:
-        """Another budget from now on ("2GiB" or bytes), larger or smaller; no number changes.
-
-        When it is smaller, what no longer fits has left before this returns.
-        """
+        """Another budget from now on ("2GiB" or bytes); what no longer fits leaves first."""
         self._check_open("resize")
         ram_bytes = resolve_options({"ram": ram}).ram
         if ram_bytes is None:
@@ -320,6 +317,7 @@ class Session:
         """
         if not self._closed:
             self._store.check_process()
+            self._manager.node_leases.refuse_inside_accumulate("session.close()")
             self._closing.check()
             self._telemetry.closing()
             try:
@@ -365,6 +363,7 @@ class Session:
     def _tear_down(self) -> None:
         if self._backward_updates is not None:
             self._backward_updates.remove()
+            self._backward_updates = None
         for interception in self._interceptions:
             interception.remove()
         self._recompute.remove()

@@ -57,9 +57,10 @@ class States:
         """None: parameters must stay whole."""
         self._pieces: dict[int, list[Piece]] = {}
         self._strides: dict[int, list[tuple[int, ...]]] = {}
-        self._chunks: dict[tuple[int, int, str], Chunk] = {}
-        self._visible: dict[tuple[int, int, str], Tensor] = {}
-        """(PARAM chunk, slot, state name) -> the managed tensor the user sees."""
+        self._chunks: dict[int, dict[tuple[int, str], Chunk]] = {}
+        """PARAM chunk -> (piece, state name) -> its STATE chunk."""
+        self._visible: dict[int, dict[tuple[int, str], Tensor]] = {}
+        """PARAM chunk -> (slot, state name) -> the managed tensor the user sees."""
         self._dtypes: dict[tuple[int, int, str], torch.dtype] = {}
         """(PARAM chunk, slot, state name) -> its type."""
         self._versions: dict[int, int] = {}
@@ -96,15 +97,15 @@ class States:
 
     def assembled(self, chunk: Chunk) -> list[Chunk]:
         """Chunks that show cut states of a PARAM chunk as wholes."""
-        homes = [home_of(t) for (key, _, _), t in self._visible.items() if key == chunk.key]
+        homes = [home_of(t) for t in self._visible.get(chunk.key, {}).values()]
         return [h.chunk for h in homes if h is not None and isinstance(h.chunk.home, PartsTier)]
 
     def state_chunks(self, chunk: Chunk, piece: Piece) -> list[Chunk]:
         """The STATE chunks that go with a piece."""
         return [
             state
-            for (key, number, _), state in self._chunks.items()
-            if key == chunk.key and number == piece.number and not state.is_empty
+            for (number, _), state in self._chunks.get(chunk.key, {}).items()
+            if number == piece.number and not state.is_empty
         ]
 
     def is_pageable(self, name: str, value: Any, home: Home) -> bool:
@@ -143,12 +144,13 @@ class States:
         for name in list(visible):
             if self.is_pageable(name, visible[name], home):
                 visible[name] = self._take_in_whole(home, name, visible[name])
-        for key in [k for k in self._visible if k[:2] == (home.chunk.key, home.index)]:
-            if visible.get(key[2]) is not self._visible[key]:
-                self._forget(key, home)
+        known = self._visible.get(home.chunk.key, {})
+        for index, name in list(known):
+            if index == home.index and visible.get(name) is not known[index, name]:
+                self._forget(name, home)
 
     def _take_in_whole(self, home: Home, name: str, value: Tensor) -> Tensor:
-        self._forget((home.chunk.key, home.index, name), home)
+        self._forget(name, home)
         pieces = [p for p in self.pieces(home.chunk) if _cuts_of(p, home.index)]
         if len(pieces) == 1 and self._manager.sharded_states(home.chunk) is None:
             cut = _cuts_of(pieces[0], home.index)[0]
@@ -188,16 +190,16 @@ class States:
         if is_whole:
             state_home = Home(self._manager, chunk, index, label, value.detach())
             mark_managed(value, state_home)
-            self._visible[home.chunk.key, home.index, name] = value
+            self._visible.setdefault(home.chunk.key, {})[home.index, name] = value
         return value
 
     def _chunk(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Chunk:
-        key = (home.chunk.key, piece.number, name)
-        if key not in self._chunks:
+        chunks = self._chunks.setdefault(home.chunk.key, {})
+        if (piece.number, name) not in chunks:
             layout = self._layout(home, name, piece, dtype)
             label = self._chunk_label(home.chunk, name, piece)
-            self._chunks[key] = self._manager.new_state_chunk(label, layout)
-        return self._chunks[key]
+            chunks[piece.number, name] = self._manager.new_state_chunk(label, layout)
+        return chunks[piece.number, name]
 
     def _layout(self, home: Home, name: str, piece: Piece, dtype: torch.dtype) -> Layout:
         """Of a state that has this type for one parameter: that parameter's own, as torch makes
@@ -222,7 +224,7 @@ class States:
 
     def part(self, home: Home, name: str, piece: Piece, cut: Cut) -> Tensor | None:
         """A flat ordinary tensor over a cut's state (chunk leased); None if there is none."""
-        chunk = self._chunks.get((home.chunk.key, piece.number, name))
+        chunk = self._chunks.get(home.chunk.key, {}).get((piece.number, name))
         if chunk is None:
             return None
         storage = chunk.storages[next(i for i, c in enumerate(piece.cuts) if c is cut)]
@@ -234,16 +236,16 @@ class States:
 
     def whole(self, home: Home, name: str) -> Tensor:
         """The managed tensor that shows all pieces of a state as one."""
-        key = (home.chunk.key, home.index, name)
-        if key in self._visible:
-            return self._visible[key]
+        visible = self._visible.setdefault(home.chunk.key, {})
+        if (home.index, name) in visible:
+            return visible[home.index, name]
         parts = []
-        dtype = self._dtypes.get(key, home.plain.dtype)
+        dtype = self._dtypes.get((home.chunk.key, home.index, name), home.plain.dtype)
         packing = self._packing(dtype)
         for piece in self.pieces(home.chunk):
             for index, cut in enumerate(piece.cuts):
                 if cut.tensor == home.index and cut.numel:
-                    chunk = self._chunks[home.chunk.key, piece.number, name]
+                    chunk = self._chunks[home.chunk.key][piece.number, name]
                     nbytes = chunk.layout.slots[index].nbytes
                     at = packing.numel(cut.start) * dtype.itemsize
                     parts.append(Part(chunk, index, at, nbytes))
@@ -265,7 +267,7 @@ class States:
         self._store.attach_lower(chunk, 0, storage)
         self._manager.by_storage[address(storage)] = chunk
         mark_managed(value, Home(self._manager, chunk, 0, label, value.detach()))
-        self._visible[key] = value
+        visible[home.index, name] = value
         return value
 
     def _remote_parts(self, home: Home, name: str, dtype: torch.dtype) -> RemoteParts | None:
@@ -291,9 +293,8 @@ class States:
         if sharded is None or ranks is None:
             return
         version = self._versions[chunk.key] = self._versions.get(chunk.key, 0) + 1
-        for (key, _, _), state in self._chunks.items():
-            if key == chunk.key:
-                ranks.offers.offer(Kind.STATE, state.label, version, state)
+        for state in self._chunks.get(chunk.key, {}).values():
+            ranks.offers.offer(Kind.STATE, state.label, version, state)
         for whole in self.assembled(chunk):
             forget_copy(self._store, whole)
 
@@ -304,8 +305,8 @@ class States:
 
     # -- letting go ------------------------------------------
 
-    def _forget(self, key: tuple[int, int, str], home: Home) -> None:
-        tensor = self._visible.pop(key, None)
+    def _forget(self, name: str, home: Home) -> None:
+        tensor = self._visible.get(home.chunk.key, {}).pop((home.index, name), None)
         if tensor is None:
             return
         tensor_home = home_of(tensor)
@@ -313,9 +314,10 @@ class States:
         self._manager.by_storage.pop(address(storage_of(tensor)), None)
         forget(self._store, tensor)
         if was_whole:
-            for piece in self._pieces[key[0]]:
+            chunks = self._chunks.get(home.chunk.key, {})
+            for piece in self._pieces[home.chunk.key]:
                 for index, cut in enumerate(piece.cuts):
-                    chunk = self._chunks.get((key[0], piece.number, key[2]))
+                    chunk = chunks.get((piece.number, name))
                     if chunk is not None and cut.tensor == home.index:
                         self._drop_part(chunk, index)
 
@@ -327,7 +329,7 @@ class States:
 
     def give_back(self) -> None:
         """Every state becomes an ordinary tensor with its current values."""
-        for tensor in self._visible.values():
+        for tensor in [t for states in self._visible.values() for t in states.values()]:
             home = home_of(tensor)
             if home is not None:
                 self._store.free_from_store(home.chunk, home.index)

@@ -68,14 +68,19 @@ class OptimizerStep:
         self._entries: dict[Tensor, State] = {}
         self._group_of: dict[int, int] = {}
         """id(parameter) -> its group, for updates before the step."""
+        self.torn: tuple[str, BaseException] | None = None
+        """The chunk whose update before the step was left half done, and by what."""
         self.before_run: Callable[[Recipe], None] | None = None
         """Told what this step will do, when parts of it were done in backward already."""
+        self.before_close: Callable[[], None] | None = None
+        """Told that no step will come any more."""
 
     # -- the step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def run(self) -> None:
         """Update every parameter that has a gradient, or see to it that it will be."""
+        self._manager.node_leases.refuse_inside_accumulate("optimizer.step()")
         self.finish_put_off()
         ranks = self._manager.ranks
         if ranks is not None:
@@ -106,9 +111,22 @@ class OptimizerStep:
 
     def fix_recipe(self) -> Recipe:
         """What the step of this backward will do, for `update_now`."""
-        groups = enumerate(self.optimizer.param_groups)
-        self._group_of = {id(p): index for index, group in groups for p in group["params"]}
+        self._group_of = self._find_groups()
         return take_recipe(self.optimizer)
+
+    def _find_groups(self) -> dict[int, int]:
+        groups = enumerate(self.optimizer.param_groups)
+        return {id(p): index for index, group in groups for p in group["params"]}
+
+    def has_groups_of_recipe(self) -> bool:
+        """Whether each parameter is in the group it was in when the recipe was fixed."""
+        return self._find_groups() == self._group_of
+
+    def changed_by_update(self, chunk: Chunk) -> list[Chunk]:
+        """Everything that the update of a PARAM chunk changes or that shows what it changed."""
+        pieces = self.states.pieces(chunk)
+        states = [state for piece in pieces for state in self.states.state_chunks(chunk, piece)]
+        return [chunk, *states, *self.states.assembled(chunk)]
 
     @torch.no_grad()
     def update_now(self, recipe: Recipe, chunk: Chunk, homes: Sequence[Home]) -> list[Home]:
@@ -121,8 +139,14 @@ class OptimizerStep:
             elif home.parameter is not None and read_autograd_grad(home.parameter) is not None:
                 return []  # sparse, or with a graph: step() sees to it
         if targets:
-            with ordinary_context():
-                self._make_update(recipe, chunk, targets).run()
+            update = self._make_update(recipe, chunk, targets)
+            try:
+                with ordinary_context():
+                    update.run()
+            except BaseException as error:
+                if update.has_begun:
+                    self.torn = chunk.label, error
+                raise
         return [target.home for target in targets]
 
     def _update_with_ranks(self, ranks: Ranks, updates: Sequence[ChunkUpdate]) -> None:
@@ -244,6 +268,8 @@ class OptimizerStep:
 
     def finish_or_give_up(self) -> None:
         """At the end: what cannot be carried out leaves values that are neither old nor new."""
+        if self.before_close is not None:
+            self.before_close()
         for update in list(self._put_off.values()):
             try:
                 self._finish(update)

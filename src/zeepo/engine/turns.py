@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from zeepo.chunks.chunk import Chunk, Kind
@@ -25,10 +24,11 @@ class Turns:
     def __init__(self, count: int, buffers: Sequence[Tensor]):
         self._count = count
         self._buffers = buffers
-        self._buffer_versions = 0
-        """When the running thread got its turn."""
+        self._versions = [buffer._version for buffer in buffers]
+        self._last_changed_by = [0] * len(buffers)
+        """Of each buffer, the last micro-batch that changed it."""
         self._changed = threading.Condition()
-        self._current = 0
+        self._current = -1
         self._done = [False] * count
         self._number_of: dict[int, int] = {}
         """Thread -> its micro-batch."""
@@ -44,7 +44,7 @@ class Turns:
         try:
             self._wait_for(number)
             work(number)
-            self._check_buffers()
+            self._check_buffers(number)
         except _Stopped:
             return
         except BaseException as error:
@@ -66,7 +66,7 @@ class Turns:
         if number is None or unit is None or unit == self._unit_of[number]:
             return
         self._unit_of[number] = unit
-        self._check_buffers()
+        self._check_buffers(number)
         with self._changed:
             self._pass_on(number)
         self._wait_for(number)
@@ -81,19 +81,38 @@ class Turns:
             self._changed.wait_for(lambda: self._current == number)
         if self.failure is not None:
             raise _Stopped
-        self._buffer_versions = self._versions()
 
-    def _versions(self) -> int:
-        return sum(buffer._version for buffer in self._buffers)
+    def begin(self) -> None:
+        """All threads are there: the first micro-batch has its turn."""
+        with self._changed:
+            self._pass_on(-1)
 
-    def _check_buffers(self) -> None:
-        """Of each unit, forwards come in the order of the micro-batches; recomputed ones do not."""
-        if torch._C._current_graph_task_id() != -1 and self._versions() != self._buffer_versions:
-            raise UnsupportedError(
-                "the model changes a buffer while backward recomputes a forward (batch norm inside "
-                "activation checkpointing): session.accumulate would do so in another order. "
-                f"{INSTEAD}."
-            )
+    def stop(self, error: BaseException, is_alive: Sequence[bool]) -> None:
+        """Nobody goes on; some threads may be over, or were never started."""
+        with self._changed:
+            self.failure = error
+            self._done = [d or not a for d, a in zip(self._done, is_alive, strict=True)]
+            if self._current < 0 or self._done[self._current]:
+                self._pass_on(self._current)
+
+    def _check_buffers(self, number: int) -> None:
+        """At the end of a turn: what it changed must not have been changed by a later micro-batch.
+
+        Of each unit, forwards come in the order of the micro-batches; recomputed ones do not, nor
+        do those of a layer that is used several times.
+        """
+        for index, buffer in enumerate(self._buffers):
+            if buffer._version == self._versions[index]:
+                continue
+            self._versions[index] = buffer._version
+            if self._last_changed_by[index] > number:
+                raise UnsupportedError(
+                    f"micro-batch {number} changes a buffer of shape {tuple(buffer.shape)} after "
+                    f"micro-batch {self._last_changed_by[index]} did (batch norm inside activation "
+                    "checkpointing, or used several times): session.accumulate does so in another "
+                    f"order than micro-batch after micro-batch. {INSTEAD}."
+                )
+            self._last_changed_by[index] = number
 
     def contributes(self, home: Home) -> None:
         """[Note: order] A gradient arrives: those of all micro-batches before it must have."""

@@ -72,6 +72,7 @@ class ChunkUpdate:
         self._torn_by: BaseException | None = None
         """What was raised in the middle of the optimizer's arithmetic."""
         self._batches_left = batches_of(states.pieces(chunk), targets)
+        self._num_batches = len(self._batches_left)
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -109,6 +110,11 @@ class ChunkUpdate:
             and target.home.plain.numel() > 1
             and all(isinstance(v, Tensor) and (home_of(v) or v.numel() == 1) for v in values)
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has changed something already."""
+        return self._torn_by is not None or len(self._batches_left) < self._num_batches
 
     @property
     def unscales(self) -> bool:

@@ -92,9 +92,9 @@ class RamBudget:
     def look(self) -> None:
         """Read how large the process is and set the ledger's limit."""
         unmanaged = self._read()
-        self._rise_bytes = max(
-            self._rise_bytes, unmanaged - self._last_bytes - self._expected_bytes
-        )
+        if self._recent_limits:  # at the first look all that was there before seems to be new
+            rise_bytes = unmanaged - self._last_bytes - self._expected_bytes
+            self._rise_bytes = max(self._rise_bytes, rise_bytes)
         self._expected_bytes = 0
         self._last_bytes = unmanaged
         if unmanaged + self._ledger.used_bytes + self._spill_slack() > self.allowed_bytes:

@@ -45,7 +45,7 @@ class DiskTier:
         directories: Sequence[Path],
         limit_bytes: int | None = None,
         num_threads: int = 2,
-        block_bytes: int = 1 << 20,
+        block_bytes: int = 4 << 20,
         *,
         pool: BufferPool | None = None,
         weights: Sequence[float] | None = None,

@@ -19,6 +19,7 @@ IDLE_TAG = "idle buffers"
 
 # An idle buffer serves a request that fills at least this part of it; a worse fit wastes budget.
 _MINIMUM_FILL = 1 / 1.25
+_LEAST_GRAIN_BYTES = 128 << 10
 
 
 class Buffer:
@@ -67,9 +68,13 @@ class Buffer:
             return torch.empty(0, dtype=torch.uint8).untyped_storage()
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
-    def touched(self) -> None:
-        """The buffer was filled: its pages are taken from the system now."""
-        self._pool._forget_fresh(self)
+    def touched(self, nbytes: int | None = None) -> None:
+        """The buffer was filled, or its first `nbytes`: their pages are taken from the system now.
+
+        Pages that were handed on come first, fresh ones after them.
+        """
+        left_bytes = 0 if nbytes is None else max(0, self.capacity_bytes - nbytes)
+        self._pool._forget_fresh(self, left_bytes)
 
     def release(self) -> None:
         """Give the buffer back to the pool; a second call does nothing."""
@@ -118,8 +123,8 @@ class BufferPool:
 
     def acquire(self, nbytes: int, tag: str) -> Buffer:
         """A buffer of at least `nbytes`, its contents arbitrary, or `BudgetError` with the bill."""
-        capacity_bytes = _capacity_for(nbytes)
         with self._lock:
+            capacity_bytes = self._capacity_with_room_for(nbytes)
             key = self._best_fit(capacity_bytes)
             if key is not None:
                 mapping, reservation = self._idle.pop(key)
@@ -145,6 +150,17 @@ class BufferPool:
             self.fresh_bytes += buffer.fresh_bytes
             return buffer
 
+    def _capacity_with_room_for(self, nbytes: int) -> int:
+        """Large buffers are a little larger where there is room, so that those of nearly the same
+        size (a layer with and without its norm) serve each other."""
+        capacity_bytes = _capacity_for(nbytes)
+        grain_bytes = 1 << (capacity_bytes.bit_length() - 7)
+        if grain_bytes < _LEAST_GRAIN_BYTES:
+            return capacity_bytes
+        larger_bytes = round_up(capacity_bytes, grain_bytes)
+        has_room = larger_bytes <= self.ledger.free_bytes + self._idle_bytes
+        return larger_bytes if has_room else capacity_bytes
+
     def _move_pages(self, givers: list[Mapping], mapping: Mapping) -> int:
         """Fill a new mapping with the pages of dropped ones; what is left over stays in the pool.
 
@@ -156,13 +172,22 @@ class BufferPool:
             giver = givers.pop()
             taken_bytes = mapping.take_pages(filled_bytes, giver)
             filled_bytes += taken_bytes
-            rest_bytes = (giver.nbytes - taken_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-            if taken_bytes and rest_bytes and self.ledger.can_reserve(rest_bytes):
-                rest = Mapping(rest_bytes)
-                rest.take_pages(0, giver, taken_bytes)
-                self.mapped_bytes += rest_bytes
-                self._keep_idle(rest, self.ledger.reserve(IDLE_TAG, rest_bytes))
+            self._keep_rest(giver, taken_bytes)
         return filled_bytes
+
+    def _keep_rest(self, giver: Mapping, taken_bytes: int) -> None:
+        """What a dropped buffer has left goes back to the idle ones, if there is room for it."""
+        rest_bytes = giver.nbytes
+        if taken_bytes:
+            rest_bytes = (rest_bytes - taken_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if not rest_bytes or not self.ledger.can_reserve(rest_bytes):
+            return
+        rest = giver
+        if taken_bytes:
+            rest = Mapping(rest_bytes)
+            rest.take_pages(0, giver, taken_bytes)
+        self.mapped_bytes += rest_bytes
+        self._keep_idle(rest, self.ledger.reserve(IDLE_TAG, rest_bytes))
 
     def trim(self, nbytes: int | None = None) -> int:
         """Unmap `nbytes` or more of idle buffers (default all), longest idle first; bytes freed."""
@@ -201,10 +226,11 @@ class BufferPool:
             reservation.release()
         return dropped
 
-    def _forget_fresh(self, buffer: Buffer) -> None:
+    def _forget_fresh(self, buffer: Buffer, left_bytes: int = 0) -> None:
         with self._lock:
-            self.fresh_bytes -= buffer.fresh_bytes
-            buffer.fresh_bytes = 0
+            touched_bytes = max(0, buffer.fresh_bytes - left_bytes)
+            self.fresh_bytes -= touched_bytes
+            buffer.fresh_bytes -= touched_bytes
 
     def _take_back(self, buffer: Buffer) -> None:
         self._forget_fresh(buffer)

@@ -22,6 +22,15 @@ Part = Callable[[int], None]
 """One share of a transfer; called once with the index of the thread that runs it."""
 
 
+class Transfer(Future[None]):
+    """A request's future, which tells how far it is."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self.num_parts = num_parts
+        self.num_parts_done = 0
+
+
 class Lane:
     """The requests of one extent that are not done, in order; touched under the queue's lock."""
 
@@ -57,7 +66,7 @@ class _Request:
         self.num_blockers = 0
         self.dependents: list[_Request] = []
         self.error: Exception | None = None
-        self.future: Future[None] = Future()
+        self.future = Transfer(len(parts))
         self.future.set_running_or_notify_cancel()  # A transfer cannot be cancelled half way.
 
 
@@ -202,6 +211,7 @@ class TransferQueue:
             with self._changed:
                 request.error = request.error or error
                 request.num_parts_left -= 1
+                request.future.num_parts_done += 1
                 if request.num_parts_left == 0:
                     self._finish(request, finished)
             self._complete(finished)

@@ -118,15 +118,17 @@ class ElementwiseOptimizer(Optimizer):
         scale = _number(getattr(self, "grad_scale", None))
         clip = _number(self.clip_factor)
         is_skipped = bool(_number(getattr(self, "found_inf", None)))
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            if p.grad is not None:
+                self._refuse(p, p.grad)
+        if is_skipped:  # and no states are made: SGD's first step is another one
+            return loss
         for group in self.param_groups:
             rules: dict[tuple[int, bool], Rule] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                self._refuse(p, p.grad)
                 is_first = self._make_states(group, p, self.state[p])
-                if is_skipped:
-                    continue
                 step = self._count(group, self.state[p])
                 if (step, is_first) not in rules:
                     rules[step, is_first] = self.rule(group, step, is_first)

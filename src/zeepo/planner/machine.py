@@ -12,9 +12,22 @@ MARGIN = 0.1
 """Share of the free memory that is left alone when the user states no budget."""
 
 
-def _read_int(path: Path) -> int | None:
+def _read_text(path: str) -> str:
+    """A small file of the system's, whole. These are read ten times a second during training, and
+    half of the time went into what `open` and `Path` do around it."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        text = path.read_text().strip()
+        parts = []
+        while part := os.read(file, 1 << 14):
+            parts.append(part)
+    finally:
+        os.close(file)
+    return b"".join(parts).decode()
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        text = _read_text(path).strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None
@@ -23,13 +36,11 @@ def _read_int(path: Path) -> int | None:
 def machine_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """MemAvailable, or None where there is no such file."""
     try:
-        lines = meminfo.read_text().splitlines()
+        text = _read_text(str(meminfo))
     except OSError:
         return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    _, found, rest = text.partition("MemAvailable:")
+    return int(rest.split(maxsplit=1)[0]) * 1024 if found else None
 
 
 class CgroupLimit(NamedTuple):
@@ -51,31 +62,35 @@ def cgroup_limits(
 ) -> list[CgroupLimit]:
     """The limits of our memory cgroup (version 1 or 2) and of those it is in."""
     try:
-        lines = cgroup.read_text().splitlines()
+        lines = _read_text(str(cgroup)).splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        relative = Path(path.lstrip("/"))
         if "memory" in controllers.split(","):
-            top, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            top, limit, usage = f"{root}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         elif controllers == "":
-            top, limit, usage = root, "memory.max", "memory.current"
+            top, limit, usage = str(root), "memory.max", "memory.current"
         else:
             continue
-        for folder in (relative, *relative.parents):  # a limit on a parent holds for us too
-            most, used = _read_int(top / folder / limit), _read_int(top / folder / usage)
-            if most is not None and used is not None and most < 1 << 60:
-                cached = _cached_bytes(top / folder / "memory.stat")
+        names = [name for name in path.split("/") if name]
+        for depth in range(len(names), -1, -1):  # a limit on a parent holds for us too
+            folder = "/".join([top, *names[:depth]])
+            most = _read_int(f"{folder}/{limit}")
+            if most is None or most >= 1 << 60:
+                continue
+            used = _read_int(f"{folder}/{usage}")
+            if used is not None:
+                cached = _cached_bytes(f"{folder}/memory.stat")
                 found.append(CgroupLimit(1 if controllers else 2, most, used, min(cached, used)))
     return found
 
 
-def _cached_bytes(stat: Path) -> int:
+def _cached_bytes(stat: str) -> int:
     """Cached files that are not in use, of a cgroup and those in it."""
     try:
-        values = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+        values = dict(line.split(maxsplit=1) for line in _read_text(stat).splitlines())
     except (OSError, ValueError):
         return 0
     inactive = values.get("total_inactive_file", values.get("inactive_file", "0"))

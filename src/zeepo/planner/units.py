@@ -1,7 +1,8 @@
 """Finding units: the modules whose parameters move together. No I/O; reads shapes only.
 
-A unit is the largest module that is small enough and holds no list of repeated blocks; what a
-larger module owns directly is a unit of its own, and so is any parameter larger than the limit. A
+A unit is the largest module that is small enough and holds no list of repeated blocks; neighbours
+in a larger module are one unit as far as they fit together, unless they are blocks of a list. What
+a larger module owns directly is a unit of its own, and so is any parameter larger than the limit. A
 parameter belongs to the first unit that reaches it (tied weights have one home).
 """
 
@@ -52,8 +53,11 @@ def find_units(name: str, model: nn.Module, taken: set[int] | None = None) -> li
     units: list[Unit] = []
 
     def add(unit_name: str, parameters: list[tuple[str, nn.Parameter]]) -> None:
-        fresh = [(n, p) for n, p in parameters if id(p) not in seen]
-        seen.update(id(p) for _, p in fresh)
+        fresh = []
+        for n, p in parameters:
+            if id(p) not in seen:  # neighbours may share one
+                seen.add(id(p))
+                fresh.append((n, p))
         large = [_own_bytes([p]) > LARGEST_UNIT_BYTES for _, p in fresh]
         small = tuple(item for item, is_large in zip(fresh, large, strict=True) if not is_large)
         if small:
@@ -62,17 +66,37 @@ def find_units(name: str, model: nn.Module, taken: set[int] | None = None) -> li
             Unit(n, ((n, p),)) for (n, p), is_large in zip(fresh, large, strict=True) if is_large
         )
 
-    def visit(prefix: str, module: nn.Module, is_root: bool) -> None:
-        parameters = list(module.named_parameters(prefix))
-        children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
-        fits = _own_bytes(p for _, p in parameters) <= limit
-        is_unit = not children or (fits and not is_root and not _has_repeated_blocks(module))
-        if is_unit:
-            add(prefix or type(module).__name__, parameters)
-            return
-        add(prefix or type(module).__name__, list(module.named_parameters(prefix, recurse=False)))
-        for child_name, child in children:
-            visit(f"{prefix}.{child_name}" if prefix else child_name, child, False)
+    def is_unit(module: nn.Module) -> bool:
+        if not any(True for child in module.children() for _ in child.parameters()):
+            return True
+        return _own_bytes(module.parameters()) <= limit and not _has_repeated_blocks(module)
 
-    visit(name, model, True)
+    def visit(prefix: str, module: nn.Module) -> None:
+        """Of a module that is too large: what it owns itself, then what is in it."""
+        add(prefix or type(module).__name__, list(module.named_parameters(prefix, recurse=False)))
+        neighbours: list[tuple[str, nn.Module]] = []
+        for child_name, child in module.named_children():
+            path = f"{prefix}.{child_name}" if prefix else child_name
+            bundled = _own_bytes(p for _, m in neighbours for p in m.parameters())
+            is_full = bundled + _own_bytes(child.parameters()) > limit
+            if neighbours and (is_full or isinstance(module, _CONTAINERS) or not is_unit(child)):
+                bundle(neighbours)
+                neighbours = []
+            if is_unit(child):
+                neighbours.append((path, child))
+            else:
+                visit(path, child)
+        bundle(neighbours)
+
+    def bundle(neighbours: list[tuple[str, nn.Module]]) -> None:
+        """Neighbours in a module that fit together are one unit: few large moves, not many."""
+        owners = [(path, m) for path, m in neighbours if any(True for _ in m.parameters())]
+        if owners:
+            label = owners[0][0] + (f"..{owners[-1][0].rsplit('.')[-1]}" if owners[1:] else "")
+            add(label, [named for path, m in owners for named in m.named_parameters(path)])
+
+    if any(True for _ in model.children()):
+        visit(name, model)
+    else:
+        add(name or type(model).__name__, list(model.named_parameters(name)))
     return [unit for unit in units if unit.parameters]

@@ -1,0 +1,260 @@
+"""Does a GPT train whose training state is larger than this machine's memory, and how fast?
+
+    python benchmarks/beyond_memory.py --disk DIRECTORY [--ram 3GiB] [--steps 6] [--peers] [--short]
+
+A GPT of 1.4 billion parameters, 512 tokens a step, blocks recomputed in backward, everything on
+disk. Its compute alone is measured on its layers in memory, in a process of its own, before and
+after: one block (forward, recomputed forward, backward, fused AdamW) times their number, and
+embedding, head and loss. The step is held against that, and exposed time is what it takes beyond
+its largest part alone, as in practicality.py. With --peers plain PyTorch, FSDP2 and DeepSpeed try
+to take two steps, each in a memory cgroup that has all the memory there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import reporting
+import torch
+from gpt import GPT, Block, GPTConfig
+from largest_model import attempt
+from practicality import WAYS, exposed, link_speeds, per_step
+from rank_engines import ONE_RANK
+from torch.utils.checkpoint import checkpoint
+
+import zeepo
+from zeepo.planner.machine import machine_available_bytes, peak_resident_growth_bytes
+
+LARGE = GPTConfig(num_layers=24, width=2048, num_heads=16, sequence=512, checkpointing=True)
+SHORT = GPTConfig(num_layers=4, width=256, num_heads=4, sequence=64, checkpointing=True)
+GOAL = 1.25
+NUM_WARM_UP = 2
+"""Steps: the first makes the states, the second has no forecast of its own yet."""
+LEFT_TO_SYSTEM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `attempt` wants to know of a model."""
+
+    config: GPTConfig
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return asdict(self.config)
+
+    @property
+    def width(self) -> int:
+        return self.config.width
+
+    @property
+    def num_parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in GPT(self.config).parameters())
+
+
+# -- compute alone ---------------------------------------------------------------------------------
+
+
+def compute_alone(config: GPTConfig, num_times: int) -> dict[str, float]:
+    """Seconds of a step whose every byte is in memory already."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measure_layers, (config, num_times))
+
+
+def _measure_layers(config: GPTConfig, num_times: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    block = Block(config)
+    x = torch.randn(1, config.sequence, config.width, requires_grad=True)
+    block_optimizer = torch.optim.AdamW(block.parameters(), lr=3e-4, fused=True)
+
+    def train_block() -> None:
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+        block_optimizer.step()
+        block_optimizer.zero_grad()
+
+    without = GPT(GPTConfig(**{**asdict(config), "num_layers": 0}))
+    optimizer = torch.optim.AdamW(without.parameters(), lr=3e-4, fused=True)
+    tokens = torch.randint(config.vocabulary, (1, config.sequence + 1))
+
+    def train_ends() -> None:
+        without(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    block_seconds, ends_seconds = _median(train_block, num_times), _median(train_ends, num_times)
+    return {
+        "block": block_seconds,
+        "embedding, head and loss": ends_seconds,
+        "step": config.num_layers * block_seconds + ends_seconds,
+    }
+
+
+def _median(run: Callable[[], None], num_times: int) -> float:
+    found = []
+    for _ in range(num_times + 1):
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[1:])
+
+
+# -- zeepo -----------------------------------------------------------------------------------------
+
+
+def train(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, Any]:
+    """Build and train inside `ram`, in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_train, (config, ram, disk, num_steps))
+
+
+def _train(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    with zeepo.lazy(ram=ram, disk=disk):
+        model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    steps: list[dict[str, float]] = []
+    losses: list[float] = []
+    with zeepo.init(model, optimizer, disk=disk, **{**WAYS["backward"], "ram": ram}) as session:
+        build_seconds = time.perf_counter() - started
+        for number in range(num_steps):
+            tokens = torch.randint(config.vocabulary, (1, config.sequence + 1), generator=generator)
+            before, started = session.stats(), time.perf_counter()
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds = time.perf_counter() - started
+            after = session.stats()
+            losses.append(loss.item())
+            steps.append({"seconds": seconds, **per_step(before, after, 1)})
+            print(f"  step {number}: {seconds:.2f} s, loss {losses[-1]:.4f}", flush=True)
+        facts = {
+            "minimum_ram": session.plan.minimum_ram,
+            "peak_growth_bytes": peak_resident_growth_bytes(),
+            "build_seconds": build_seconds,
+            "losses": losses,
+            "steps": steps,
+        }
+        print(f"  most that the process grew: {facts['peak_growth_bytes'] / 2**30:.2f} GiB")
+    return facts
+
+
+# -- peers -----------------------------------------------------------------------------------------
+
+
+def peers(model: Model, disk: str) -> dict[str, Any]:
+    """Whether others can start, given all the memory there is."""
+    everything = (machine_available_bytes() or 0) - LEFT_TO_SYSTEM_BYTES
+    found: dict[str, Any] = {"given_bytes": everything}
+    for engine in ("plain", "fsdp2", "deepspeed3-cpu", "deepspeed3-nvme"):
+        for configuration in ONE_RANK[engine]:
+            facts = attempt(configuration, model, everything, disk, 1200.0)  # type: ignore[arg-type]
+            found[configuration.label] = facts
+            print(f"{configuration.label}: {facts['outcome']}", flush=True)
+    return found
+
+
+# -- the figure ------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    reporting.add_arguments(parser)
+    parser.add_argument("--disk")
+    parser.add_argument("--ram", default="3GiB")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--peers", action="store_true")
+    args = parser.parse_args()
+    reporting.warn_of_load()
+    config, ram = (SHORT, "512MiB") if args.short else (LARGE, args.ram)
+    model = Model(config)
+    report = reporting.new_report(
+        "a step of a model larger than memory / its compute alone",
+        model=asdict(config),
+        parameters=model.num_parameters,
+        ram=ram,
+    )
+    path = reporting.result_path("beyond_memory", is_short=args.short, given=args.result)
+    with tempfile.TemporaryDirectory(dir=args.disk) as disk:
+        report["link_bytes_per_second"] = speeds = link_speeds(Path(disk), 1 << 30)
+        alone = [compute_alone(config, 4)]
+        report |= train(config, ram, disk, args.steps)
+        alone.append(compute_alone(config, 4))
+        report["compute_alone"] = alone
+        report |= _figures(report, speeds)
+        reporting.write(report, path)
+        if args.peers:
+            report["peers"] = peers(model, disk)
+            reporting.write(report, path)
+    _show(report, path)
+
+
+def _figures(report: Mapping[str, Any], speeds: Mapping[str, float]) -> dict[str, Any]:
+    counted = report["steps"][NUM_WARM_UP:]
+    seconds = statistics.median(step["seconds"] for step in counted)
+    compute = statistics.mean(alone["step"] for alone in report["compute_alone"])
+    per_step = {
+        key: statistics.median(step[key] for step in counted)
+        for key in ("disk->ram", "ram->disk", "seconds_waited")
+    }
+    told = {"zeepo_seconds": seconds, "plain_seconds": compute, "per_step": per_step}
+    return {
+        "seconds_per_step": seconds,
+        "compute_alone_seconds": compute,
+        "ratio": seconds / compute,
+        "per_step": per_step,
+        **exposed(told, speeds),
+    }
+
+
+def _show(report: Mapping[str, Any], path: Path) -> None:
+    counted = [step["seconds"] for step in report["steps"][NUM_WARM_UP:]]
+    row = (
+        f"{report['parameters'] / 1e6:.0f}M",
+        report["ram"],
+        f"{report['peak_growth_bytes'] / 2**30:.2f} GiB",
+        reporting.median_and_spread(counted),
+        f"{report['compute_alone_seconds']:.2f}",
+        f"{report['ratio']:.3f}",
+        f"{report['per_step']['disk->ram'] / 1e9:.2f}",
+        f"{report['per_step']['ram->disk'] / 1e9:.2f}",
+        f"{100 * report['exposed_share']:.1f} %",
+    )
+    heads = (
+        "parameters", "ram", "grew by", "s/step", "compute alone, s", "ratio", "GB read",
+        "GB written", "exposed",
+    )  # fmt: skip
+    reporting.print_table(str(report["question"]), heads, [row])
+    for label, facts in report.get("peers", {}).items():
+        if isinstance(facts, dict):
+            print(f"{label}: {facts['outcome']}")
+    _plot(report, path)
+
+
+def _plot(report: Mapping[str, Any], path: Path) -> None:
+    figure, axes = reporting.new_plot()
+    seconds = [step["seconds"] for step in report["steps"]]
+    axes.bar(range(1, len(seconds) + 1), seconds, label="zeepo")
+    for factor, style, what in ((1.0, "-", "compute alone"), (GOAL, "--", f"x {GOAL}")):
+        line = factor * report["compute_alone_seconds"]
+        axes.axhline(line, color="black", linestyle=style, linewidth=0.9, label=what)
+    axes.set_xlabel("step")
+    axes.set_ylabel("seconds")
+    axes.set_title(f"{report['parameters'] / 1e9:.1f} billion parameters in {report['ram']}")
+    axes.legend(frameon=False)
+    reporting.save_plot(figure, report, path)
+
+
+if __name__ == "__main__":
+    main()
