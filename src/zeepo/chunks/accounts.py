@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.eviction import Candidate
 from zeepo.chunks.layout import align_up
+from zeepo.chunks.residents import Movable
 from zeepo.chunks.trace import Trace
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.mapping import PAGE_BYTES
 from zeepo.units import format_bytes
+
+APART = 48
+"""Two uses of a chunk that are so many accesses apart are two visits: it may leave in between."""
 
 
 @dataclass
@@ -25,17 +29,48 @@ class StoreCounters:
     seconds_waited: float = 0.0
 
 
-def candidates(
-    chunks: Iterable[Chunk], trace: Trace, *, only_clean: bool = False
-) -> list[Candidate]:
+def candidates(chunks: Iterable[Chunk], trace: Trace, residents: Container[int]) -> list[Candidate]:
     """What may leave RAM now."""
     return [
-        Candidate(c.key, c.resident_bytes, trace.next_use(c.key), not c.is_dirty)
+        Candidate(
+            c.key, c.resident_bytes, trace.next_use(c.key), not c.is_dirty, c.key in residents
+        )
+        for c in chunks
+        if c.leases == 0 and c.home is not None and (c.is_resident or c.fetching is not None)
+    ]
+
+
+def clean_candidates(
+    chunks: Iterable[Chunk], trace: Trace, residents: Container[int]
+) -> list[Candidate]:
+    """What may leave RAM now at no cost, for something that is not needed yet."""
+    return [
+        Candidate(c.key, c.resident_bytes, trace.next_use(c.key), is_clean=True)
         for c in chunks
         if c.leases == 0
+        and c.version == c.lower_version
         and c.home is not None
+        and c.writing is None
         and (c.is_resident or c.fetching is not None)
-        and not (only_clean and (c.is_dirty or c.writing is not None))
+        and c.key not in residents
+    ]
+
+
+def movable_in_step(
+    chunks: Iterable[Chunk], trace: Trace, versions: dict[int, int]
+) -> list[Movable]:
+    """The chunks that one step uses and that could stay; `versions` are those before the step."""
+    visits = trace.visits(APART)
+    return [
+        Movable(
+            c.key,
+            c.layout.nbytes,
+            visits[c.key][0] + (c.version != versions.get(c.key)),
+            visits[c.key][1],
+        )
+        for c in chunks
+        if c.key in visits and c.home is not None and c.kind is not Kind.GRAD
+        if not (c.is_copy or c.is_part or c.is_short_lived) and c.is_foreseeable
     ]
 
 

@@ -24,6 +24,8 @@ class Candidate:
     """Accesses from now until it is needed again; infinity when no use is foreseen."""
     is_clean: bool
     """The lower tier holds the same bytes: leaving costs nothing."""
+    stays: bool = False
+    """One of those that are kept from step to step: leaves when nothing else can."""
 
 
 def choose_victims(
@@ -36,7 +38,12 @@ def choose_victims(
     """
     ranked = sorted(
         (c for c in candidates if c.next_use > later_than and c.nbytes > 0),
-        key=lambda c: (-c.next_use * (1 if c.is_clean else CHANGED), not c.is_clean, c.key),
+        key=lambda c: (
+            c.stays,
+            -c.next_use * (1 if c.is_clean else CHANGED),
+            not c.is_clean,
+            c.key,
+        ),
     )
     chosen: list[int] = []
     freed = 0

@@ -11,11 +11,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from zeepo.chunks.accounts import StoreCounters, can_be_made_stale, candidates, no_room_message
+from zeepo.chunks.accounts import (
+    StoreCounters,
+    can_be_made_stale,
+    candidates,
+    clean_candidates,
+    movable_in_step,
+    no_room_message,
+)
 from zeepo.chunks.chunk import Chunk, Kind
-from zeepo.chunks.eviction import choose_victims
+from zeepo.chunks.eviction import Candidate, choose_victims
 from zeepo.chunks.layout import align_up
 from zeepo.chunks.losses import named
+from zeepo.chunks.residents import Residents
 from zeepo.chunks.trace import Trace
 from zeepo.errors import BudgetError, DiskError, InternalError, RankError
 from zeepo.memory.pool import BufferPool
@@ -45,9 +53,14 @@ class Moves:
         self.ledger = pool.ledger
         self.trace = Trace()
         self.counters = StoreCounters()
+        self.residents = Residents()
+        self._versions: dict[int, int] = {}
+        """Of all chunks, at the end of the last step."""
         self.chunks: dict[int, Chunk] = {}
         self.in_ram: dict[int, Chunk] = {}
         """Those of them that hold memory."""
+        self._coming: dict[int, Chunk] = {}
+        """Those of them that are being read."""
         self.copies: list[Chunk] = []
         """Those of them that are copies of what is split over the ranks."""
         self._guaranteed_bytes = guaranteed_bytes
@@ -85,9 +98,7 @@ class Moves:
 
     def evict_for(self, nbytes: int) -> None:
         try:
-            victims = choose_victims(
-                candidates(self.in_ram.values(), self.trace), self.missing_bytes(nbytes)
-            )
+            victims = choose_victims(self._candidates(), self.missing_bytes(nbytes))
             if victims is None:
                 self._make_room_otherwise(nbytes)
                 return
@@ -107,7 +118,7 @@ class Moves:
         """
         if self.relieve is not None and self.relieve(nbytes):
             return
-        movable = [c.key for c in candidates(self.in_ram.values(), self.trace) if c.nbytes]
+        movable = [c.key for c in self._candidates() if c.nbytes]
         if movable:
             self._evict_all(movable)
             return
@@ -124,11 +135,14 @@ class Moves:
         while (excess := self.ledger.used_bytes - (self.ledger.limit_bytes or 0)) > 0:
             if self.pool.trim(excess):
                 continue
-            known = candidates(self.in_ram.values(), self.trace)
+            known = self._candidates()
             victims = choose_victims(known, min(excess, sum(c.nbytes for c in known)))
             if not victims:
                 return
             self._evict_all(victims)
+
+    def _candidates(self) -> list[Candidate]:
+        return candidates(self.in_ram.values(), self.trace, self.residents.keys)
 
     def _evict_all(self, keys: Sequence[int]) -> None:
         """All writes are started before the first is waited for."""
@@ -199,6 +213,7 @@ class Moves:
             self.start_write(chunk)
             self.settle(chunk)
         if chunk.is_resident:
+            self.residents.note_eviction(chunk.key, chunk.resident_bytes)
             chunk.clear()
             self.counters.num_evictions += 1
 
@@ -209,7 +224,7 @@ class Moves:
             return
         if self.ledger.used_bytes < PRESSURE * limit or not chunk.is_dirty:
             return
-        if chunk.is_short_lived:
+        if chunk.is_short_lived or chunk.key in self.residents.keys:
             return
         if chunk.kind is Kind.GRAD and self._changed_bytes() < GRADS_STAY * limit:
             return
@@ -242,6 +257,7 @@ class Moves:
         chunk.leases += 1
         try:
             chunk.fetching = chunk.home.read(chunk.extent, chunk.buffer.memory)
+            self._coming[chunk.key] = chunk
         except BaseException:
             chunk.buffer.release()
             chunk.buffer = None
@@ -254,24 +270,27 @@ class Moves:
         """Reads on their way fill fresh memory, which is not torch's: note how far they are."""
         if not self.pool.fresh_bytes:
             return
-        for chunk in self.in_ram.values():
-            read = chunk.fetching
-            if isinstance(read, Transfer) and read.num_parts and chunk.buffer is not None:
-                chunk.buffer.touched(chunk.layout.nbytes * read.num_parts_done // read.num_parts)
+        for chunk in self._coming.values():
+            read, buffer = chunk.fetching, chunk.buffer
+            if buffer is None or not buffer.fresh_bytes:
+                continue
+            if isinstance(read, Transfer) and read.num_parts:
+                buffer.touched(chunk.layout.nbytes * read.num_parts_done // read.num_parts)
 
-    @staticmethod
-    def forget_failed_fetch(chunk: Chunk) -> None:
+    def forget_failed_fetch(self, chunk: Chunk) -> None:
         """A read that failed earlier, ahead of need or beside another, is tried again."""
         failed = chunk.fetching is not None and chunk.fetching.done() and chunk.fetching.exception()
         if failed:
             assert chunk.buffer is not None
             chunk.buffer.release()
             chunk.buffer = chunk.fetching = None
+            self._coming.pop(chunk.key, None)
 
     def finish_fetch(self, chunk: Chunk) -> None:
         if chunk.fetching is None:
             return
         future, chunk.fetching = chunk.fetching, None
+        self._coming.pop(chunk.key, None)
         try:
             if not sabotaged("fetch.wait"):
                 self.wait(future)
@@ -339,6 +358,14 @@ class Moves:
             self.start_fetch(chunk)
             self.counters.num_prefetches += 1
 
+    def end_step(self) -> None:
+        """A step is over: it is the forecast of the next, and tells what can stay."""
+        self.trace.end_step()
+        chunks = self.chunks.values()
+        movable = movable_in_step(chunks, self.trace, self._versions)
+        self.residents.end_step(movable, self._short_lived_bytes)
+        self._versions = {chunk.key: chunk.version for chunk in chunks}
+
     def note_short_lived(self, chunk: Chunk) -> None:
         """Something came; if it will go soon, as much room is not worth filling meanwhile."""
         if not chunk.is_short_lived:
@@ -362,11 +389,8 @@ class Moves:
         later_than = self.trace.next_use(chunk.key)
         for other in self.in_ram.values():
             self.collect_write(other)
-        victims = choose_victims(
-            candidates(self.in_ram.values(), self.trace, only_clean=True),
-            missing,
-            later_than=later_than,
-        )
+        free = clean_candidates(self.in_ram.values(), self.trace, self.residents.keys)
+        victims = choose_victims(free, missing, later_than=later_than)
         if victims is None:
             return False
         for key in victims:

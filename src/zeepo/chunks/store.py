@@ -245,6 +245,7 @@ class ChunkStore:
                 chunk.last_lease = self._num_leases = self._num_leases + 1
             try:
                 self.look_at_budget()
+                self._note_need(chunks)
                 for chunk in chunks:
                     self.moves.start_fetch(chunk)
                 for chunk in chunks:
@@ -256,6 +257,19 @@ class ChunkStore:
             except BaseException:
                 self.release(chunks)
                 raise
+
+    def _note_need(self, chunks: Sequence[Chunk]) -> None:
+        limit = self.ledger.limit_bytes
+        if limit is not None:
+            needed = sum(c.layout.nbytes for c in chunks if not c.is_short_lived)
+            self.moves.residents.note_lease(needed, limit)
+
+    def end_step(self) -> None:
+        """What was accessed is the forecast of the next step; reading ahead begins."""
+        with self.lock:
+            self.moves.end_step()
+            self.pool.end_step()
+            self.read_ahead()
 
     def look_at_budget(self) -> None:
         """Follow the process's growth; chunks leave when torch has taken their room."""

@@ -10,6 +10,7 @@ wrong value.
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 
 CONTEXT = 4
 """How many accesses back two places are compared."""
@@ -69,6 +70,16 @@ class Trace:
             key = self._forecast[(self._cursor + step) % len(self._forecast)]
             seen.setdefault(key)
         return list(seen)
+
+    def visits(self, apart: int) -> dict[int, tuple[int, int]]:
+        """How often a step comes to each chunk, uses less than `apart` accesses from each other
+        being one visit, and where it first does."""
+        length = len(self._forecast)
+        found: dict[int, tuple[int, int]] = {}
+        for key, positions in self._positions.items():
+            gaps = [b - a for a, b in pairwise([*positions, positions[0] + length])]
+            found[key] = max(1, sum(gap >= apart for gap in gaps)), positions[0]
+        return found
 
     def first_use_order(self) -> dict[int, int]:
         """Rank of each chunk by its first access in a step: the order the next step needs them."""

@@ -203,9 +203,7 @@ class Session:
         self._manager.raw_leases.end_all()
         if self._activations is not None:
             self._activations.clear_up()
-        self._store.trace.end_step()
-        self._pool.end_step()
-        self._store.read_ahead()
+        self._store.end_step()
         self._allowance.end_step()
         self._telemetry.stepped()
 

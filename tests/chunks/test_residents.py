@@ -1,0 +1,90 @@
+"""Which chunks stay in RAM, and how much room they get."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeepo.chunks.residents import CHUNKS_ON_THEIR_WAY, Movable, Residents, choose
+
+
+def chunks(count: int, nbytes: int = 10, num_transfers: int = 3) -> list[Movable]:
+    return [Movable(key, nbytes, num_transfers, key) for key in range(count)]
+
+
+def after_step(residents: Residents, known: list[Movable], *, limit: int, leased: int = 10) -> int:
+    residents.note_lease(leased, limit)
+    residents.end_step(known, 0)
+    return sum(chunk.nbytes for chunk in known if chunk.key in residents.keys)
+
+
+def test_room_that_no_moment_needs_is_used() -> None:
+    known = chunks(100)
+    assert after_step(Residents(), known, limit=500) == 500 - 10 - CHUNKS_ON_THEIR_WAY * 10
+
+
+def test_least_budgets_keep_nothing() -> None:
+    assert after_step(Residents(), chunks(100), limit=CHUNKS_ON_THEIR_WAY * 10) == 0
+
+
+def test_the_least_limit_of_a_step_counts() -> None:
+    residents, known = Residents(), chunks(100)
+    residents.note_lease(10, 200)
+    assert after_step(residents, known, limit=900) == 200 - 10 - CHUNKS_ON_THEIR_WAY * 10
+    assert after_step(residents, known, limit=900) == 900 - 10 - CHUNKS_ON_THEIR_WAY * 10
+
+
+def test_what_had_to_leave_makes_the_set_smaller_for_many_steps() -> None:
+    residents, known = Residents(), chunks(100)
+    before = after_step(residents, known, limit=600)
+    for key in list(residents.keys)[:20]:
+        residents.note_eviction(key, 10)
+    assert after_step(residents, known, limit=600) == before - 200
+    residents.note_eviction(1000, 10_000)  # not one of the set
+    sizes = [after_step(residents, known, limit=600) for _ in range(64)]
+    assert sizes == sorted(sizes)
+    assert before - 200 <= sizes[0] < before
+    assert before - 40 <= sizes[-1] <= before
+
+
+def test_small_changes_of_the_limit_change_nothing() -> None:
+    residents, known = Residents(), chunks(100)
+    after_step(residents, known, limit=600)
+    kept = residents.keys
+    for limit in (590, 610, 575):
+        after_step(residents, known, limit=limit)
+        assert residents.keys is kept
+
+
+def test_chunks_that_are_gone_are_no_longer_in_the_set() -> None:
+    residents = Residents()
+    after_step(residents, chunks(100), limit=600)
+    fewer = chunks(100)[50:]
+    after_step(residents, fewer, limit=600)
+    assert residents.keys <= {chunk.key for chunk in fewer}
+
+
+def test_more_transfers_come_first_and_are_spread_over_the_step() -> None:
+    parameters = [Movable(key, 10, 3, key) for key in range(60)]
+    states = [Movable(key, 10, 2, key) for key in range(60, 180)]
+    chosen = sorted(choose(states + parameters, 200, 100))
+    assert len(chosen) == 20
+    assert max(chosen) < 60
+    gaps = [b - a for a, b in pairwise(chosen)]
+    assert max(gaps) <= 5
+    assert len(choose(states + parameters, 700, 100) & set(range(60))) == 60
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 3)), max_size=30),
+    st.integers(0, 600),
+    st.integers(0, 60),
+)
+def test_never_more_than_the_room(sizes: list[tuple[int, int]], room: int, largest: int) -> None:
+    known = [Movable(key, nbytes, count, key) for key, (nbytes, count) in enumerate(sizes)]
+    chosen = choose(known, room, largest)
+    kept = [chunk for chunk in known if chunk.key in chosen]
+    assert sum(chunk.nbytes for chunk in kept) <= room
+    assert all(chunk.nbytes <= largest for chunk in kept)
