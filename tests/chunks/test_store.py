@@ -133,6 +133,42 @@ def forecast_early_writes(bench: Bench, patch: pytest.MonkeyPatch) -> list[Chunk
     return chunks
 
 
+def test_one_that_stays_is_not_written_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(5, prefetch=True)
+    chunks = forecast_early_writes(bench, monkeypatch)
+    bench.store.moves.residents.keys = frozenset({chunks[0].key})
+    bench.change(chunks[0], 5.0)
+    bench.change(chunks[1], 6.0)
+    assert bench.writes() == ["chunk1"]
+
+
+def test_one_that_stays_leaves_when_nothing_else_can() -> None:
+    bench = Bench(3)
+    first, second, third = (bench.chunk(float(i)) for i in range(3))
+    bench.store.moves.residents.keys = frozenset({first.key})
+    bench.use(third)
+    bench.chunk(3.0)
+    bench.chunk(4.0)
+    assert first.is_resident
+    bench.store.lease([second, third])
+    assert not bench.store.moves.residents._left_bytes
+    bench.chunk(5.0)
+    assert not first.is_resident
+    assert bench.store.moves.residents._left_bytes == PAGE
+    assert bench.value(first) == 0.0
+
+
+def test_a_chunk_without_bytes_comes_into_a_full_store() -> None:
+    bench = Bench(2)
+    bench.chunk(1.0)
+    bench.chunk(2.0)
+    bench.chunk(3.0)  # one had to leave, so new content goes into buffers
+    bench.store.lease([c for c in bench.tensors if c.is_resident])
+    empty = bench.store.create(Kind.PARAM, "empty", pack([("empty.weight", 0)]), bench.lower)
+    bench.store.adopt(empty, 0, torch.empty(0).untyped_storage())
+    bench.use(empty)
+
+
 def test_a_change_during_a_write_leaves_the_chunk_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(5, prefetch=True)
     chunk = forecast_early_writes(bench, monkeypatch)[0]

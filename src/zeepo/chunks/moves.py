@@ -1,7 +1,7 @@
-"""How chunks come up and go down: room, writes, reads, reading ahead and writing early.
+"""How chunks come up and go down: room, writes, writing early, reads.
 
 Called by the store under its lock. A transfer is started here and met again at one place, `wait`.
-Who goes is decided by `eviction`, what comes early by `trace`.
+Who goes is decided by `eviction`, who comes early or stays by `foresight`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from zeepo.chunks.accounts import (
     StoreCounters,
     can_be_made_stale,
     candidates,
-    clean_candidates,
-    movable_in_step,
     no_room_message,
 )
 from zeepo.chunks.chunk import Chunk, Kind
@@ -39,12 +37,6 @@ GRADS_STAY = 0.7
 stay until the update is never written at all."""
 
 
-SPOKEN_FOR_SHARE = 0.25
-"""Of the budget, the most that reading ahead leaves to gradients which come and go."""
-COPIES_KEPT = 2
-"""How many copies of what is split over the ranks are kept, or read ahead, beside those in use."""
-
-
 class Moves:
     """The chunks of a store and their way between RAM and their home tiers."""
 
@@ -54,8 +46,6 @@ class Moves:
         self.trace = Trace()
         self.counters = StoreCounters()
         self.residents = Residents()
-        self._versions: dict[int, int] = {}
-        """Of all chunks, at the end of the last step."""
         self.chunks: dict[int, Chunk] = {}
         self.in_ram: dict[int, Chunk] = {}
         """Those of them that hold memory."""
@@ -71,15 +61,14 @@ class Moves:
         """Waits until a rank gives back what it borrowed; False if there is no such thing."""
         self.unused_bytes: Callable[[], int] = lambda: 0
         """What the process could still grow by, whatever the limit is at this moment."""
-        self._short_lived_bytes = 0
-        """The most that chunks held at once whose content comes from torch and goes soon."""
         self.must_have_room = False
         """While closing, values come before the budget: what no eviction frees is granted."""
 
     # -- moving down ------------------------------------------------------------------------------
 
     def make_buffer_room(self, nbytes: int) -> None:
-        """Evict until the pool can hand out a buffer."""
+        """Evict until the pool can hand out a buffer, which is never smaller than a page."""
+        nbytes = max(1, nbytes)
         while not self.pool.can_acquire(nbytes):
             self.evict_for(nbytes)
 
@@ -149,9 +138,9 @@ class Moves:
         for key in keys:
             self.start_write(self.chunks[key])
         for key in keys:
-            self._evict_unless_lent(self.chunks[key])
+            self.evict_unless_lent(self.chunks[key])
 
-    def _evict_unless_lent(self, chunk: Chunk) -> None:
+    def evict_unless_lent(self, chunk: Chunk) -> None:
         """While we waited for another chunk, a rank may have borrowed this one."""
         if not chunk.leases:
             self.evict(chunk)
@@ -304,98 +293,6 @@ class Moves:
             raise
         chunk.place_in_buffer()
         chunk.is_resident = True
-
-    def let_copies_go(self) -> None:
-        """Of copies of what is split over the ranks, keep the few that are needed soonest."""
-        for chunk in self._idle_copies()[COPIES_KEPT:]:
-            self._let_copy_go(chunk)
-
-    def _idle_copies(self) -> list[Chunk]:
-        """Not in use; what is needed soonest comes first, or what was used last."""
-        idle = [
-            c
-            for c in self.copies
-            if not c.leases and c.home is not None and (c.fetching is not None or c.is_resident)
-        ]
-        return sorted(idle, key=lambda c: (self.trace.next_use(c.key), -c.last_lease))
-
-    def _let_copy_go(self, chunk: Chunk) -> bool:
-        is_coming = chunk.fetching is not None and not chunk.fetching.done()
-        if chunk.is_dirty or is_coming:
-            return False
-        self.evict(chunk)
-        return True
-
-    def _make_way_for_copy(self, chunk: Chunk) -> bool:
-        """Whether one more copy may be read ahead, in the place of one that is needed later."""
-        idle = self._idle_copies()
-        if len(idle) < COPIES_KEPT:
-            return True
-        is_later = self.trace.next_use(idle[-1].key) > self.trace.next_use(chunk.key)
-        return is_later and self._let_copy_go(idle[-1])
-
-    def prefetch(self) -> None:
-        """Start reading what comes next, as far as room can be had without harm."""
-        if len(self.in_ram) == len(self.chunks):
-            return
-        spoken_for = self._spoken_for_bytes()
-        for key in self.trace.upcoming(LOOKAHEAD_CHUNKS):
-            chunk = self.chunks.get(key)
-            if chunk is None or chunk.buffer is not None or not chunk.may_be_prefetched:
-                continue
-            nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
-            if chunk.is_empty:  # a gradient that is made before what follows here is needed
-                spoken_for += 0 if chunk.is_short_lived else nbytes
-                continue
-            if chunk.is_resident or chunk.extent is None or chunk.is_dirty:
-                continue
-            if chunk.is_copy and not self._make_way_for_copy(chunk):
-                continue
-            if not self.pool.can_acquire(nbytes + spoken_for) and not self.make_room_early(
-                chunk, nbytes + spoken_for
-            ):
-                return
-            self.start_fetch(chunk)
-            self.counters.num_prefetches += 1
-
-    def end_step(self) -> None:
-        """A step is over: it is the forecast of the next, and tells what can stay."""
-        self.trace.end_step()
-        chunks = self.chunks.values()
-        movable = movable_in_step(chunks, self.trace, self._versions)
-        self.residents.end_step(movable, self._short_lived_bytes)
-        self._versions = {chunk.key: chunk.version for chunk in chunks}
-
-    def note_short_lived(self, chunk: Chunk) -> None:
-        """Something came; if it will go soon, as much room is not worth filling meanwhile."""
-        if not chunk.is_short_lived:
-            return
-        self._short_lived_bytes = max(self._short_lived_bytes, self._held_for_short())
-
-    def _held_for_short(self) -> int:
-        return sum(c.resident_bytes for c in self.in_ram.values() if c.is_short_lived)
-
-    def _spoken_for_bytes(self) -> int:
-        """Room that reading ahead leaves to what torch is about to make. Filled, it would be
-        unmapped at once, and its pages would have to be cleared when they come back."""
-        if not self._short_lived_bytes:
-            return 0
-        missing = self._short_lived_bytes - self._held_for_short()
-        return max(0, min(missing, int(SPOKEN_FOR_SHARE * (self.ledger.limit_bytes or 0))))
-
-    def make_room_early(self, chunk: Chunk, nbytes: int) -> bool:
-        """Make room for a prefetch from clean chunks that are needed later than it."""
-        missing = self.missing_bytes(nbytes)
-        later_than = self.trace.next_use(chunk.key)
-        for other in self.in_ram.values():
-            self.collect_write(other)
-        free = clean_candidates(self.in_ram.values(), self.trace, self.residents.keys)
-        victims = choose_victims(free, missing, later_than=later_than)
-        if victims is None:
-            return False
-        for key in victims:
-            self._evict_unless_lent(self.chunks[key])
-        return self.pool.can_acquire(nbytes)
 
     # -- waiting ----------------------------------------------------------------------
 

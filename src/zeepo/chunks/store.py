@@ -21,6 +21,7 @@ import torch
 
 from zeepo.chunks.accounts import StoreCounters, too_much_at_once
 from zeepo.chunks.chunk import Chunk, Kind
+from zeepo.chunks.foresight import Foresight
 from zeepo.chunks.layout import Layout
 from zeepo.chunks.losses import give_up
 from zeepo.chunks.moves import Moves
@@ -43,6 +44,7 @@ class ChunkStore:
         self.pool = pool
         self.ledger = pool.ledger
         self.moves = Moves(pool, guaranteed_bytes)
+        self.foresight = Foresight(self.moves)
         self.trace = self.moves.trace
         self.counters = self.moves.counters
         self._prefetch_enabled = prefetch
@@ -99,7 +101,7 @@ class ChunkStore:
                 chunk.storages[index] = storage
                 chunk.is_resident = True
                 chunk.version += 1
-                self.moves.note_short_lived(chunk)
+                self.foresight.note_short_lived(chunk)
             finally:
                 self.release([chunk])
 
@@ -114,6 +116,8 @@ class ChunkStore:
 
     def _take_buffer(self, chunk: Chunk) -> None:
         if chunk.home is None or not chunk.is_empty or chunk.buffer is not None:
+            return
+        if chunk.layout.nbytes == 0:
             return
         with contextlib.suppress(BudgetError):  # no room for all slots at once: one by one then
             self.moves.make_buffer_room(chunk.layout.nbytes)
@@ -137,14 +141,6 @@ class ChunkStore:
             chunk.place_in_buffer()
             chunk.is_resident = True
             chunk.version += 1
-
-    def attach_lower(self, chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
-        """Give an empty chunk a slot whose bytes its home tier holds already."""
-        assert chunk.home is not None
-        chunk.extent = chunk.home.allocate(chunk.label, chunk.layout.nbytes, chunk.layout.describe)
-        chunk.storages[index] = storage
-        chunk.lower_version = chunk.version
-        chunk.expected_writes = chunk.extent.num_writes
 
     def evict(self, chunk: Chunk) -> None:
         """Send a chunk down now."""
@@ -245,29 +241,23 @@ class ChunkStore:
                 chunk.last_lease = self._num_leases = self._num_leases + 1
             try:
                 self.look_at_budget()
-                self._note_need(chunks)
+                self.foresight.note_need(chunks)
                 for chunk in chunks:
                     self.moves.start_fetch(chunk)
                 for chunk in chunks:
                     self.moves.finish_fetch(chunk)
                 used = [c for c in chunks if c.is_foreseeable and not c.is_empty]
                 if sum(self.trace.access(c.key) for c in used):
-                    self.moves.let_copies_go()
+                    self.foresight.let_copies_go()
                     self.read_ahead()
             except BaseException:
                 self.release(chunks)
                 raise
 
-    def _note_need(self, chunks: Sequence[Chunk]) -> None:
-        limit = self.ledger.limit_bytes
-        if limit is not None:
-            needed = sum(c.layout.nbytes for c in chunks if not c.is_short_lived)
-            self.moves.residents.note_lease(needed, limit)
-
     def end_step(self) -> None:
         """What was accessed is the forecast of the next step; reading ahead begins."""
         with self.lock:
-            self.moves.end_step()
+            self.foresight.end_step()
             self.pool.end_step()
             self.read_ahead()
 
@@ -329,7 +319,7 @@ class ChunkStore:
         with self.lock:
             if self._prefetch_enabled:
                 with contextlib.suppress(DiskError):
-                    self.moves.prefetch()
+                    self.foresight.read_ahead()
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         """Give leases back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import torch
 import xxhash
 
 from zeepo.chunks.chunk import Chunk
@@ -27,6 +28,15 @@ def rest_on(store: ChunkStore, whole: Chunk, tier: Tier) -> None:
         whole.lower_version = whole.version
         store.moves.end_loans(whole)  # others have what they asked for, but it may not be back yet
         store.moves.evict(whole)
+
+
+def attach_lower(chunk: Chunk, index: int, storage: torch.UntypedStorage) -> None:
+    """Give an empty chunk a slot whose bytes its home tier holds already."""
+    assert chunk.home is not None
+    chunk.extent = chunk.home.allocate(chunk.label, chunk.layout.nbytes, chunk.layout.describe)
+    chunk.storages[index] = storage
+    chunk.lower_version = chunk.version
+    chunk.expected_writes = chunk.extent.num_writes
 
 
 def be_copy(store: ChunkStore, whole: Chunk) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeepo.chunks.storages import is_exclusive, new_storage, take_memory
 from zeepo.chunks.store import Chunk, ChunkStore
-from zeepo.chunks.wholes import renew_copy
+from zeepo.chunks.wholes import attach_lower, renew_copy
 from zeepo.engine.forgetting import forget
 from zeepo.engine.managed import (
     Home,
@@ -133,7 +133,7 @@ class Gradients:
             grad = grad.set_(new_storage(0), 0, home.plain.shape, home.plain.stride())
             storage = grad.untyped_storage()
         take_memory(storage)
-        self._store.attach_lower(chunk, home.index, storage)
+        attach_lower(chunk, home.index, storage)
         name = home.name + ".grad"
         mark_managed(grad, Home(self._manager, chunk, home.index, name, grad.detach()))
         return grad

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zeepo.chunks.layout import Cut, Layout, cut_into_pieces, pack
 from zeepo.chunks.storages import address, is_exclusive, new_storage, take_memory
 from zeepo.chunks.store import Chunk, Kind
-from zeepo.chunks.wholes import forget_copy
+from zeepo.chunks.wholes import attach_lower, forget_copy
 from zeepo.engine.assembly import Part, PartsTier, RemotePart, RemoteParts
 from zeepo.engine.forgetting import forget
 from zeepo.engine.managed import (
@@ -264,7 +264,7 @@ class States:
             value = shell.set_(storage, 0, shape, strides)
             storage = value.untyped_storage()
         take_memory(storage)
-        self._store.attach_lower(chunk, 0, storage)
+        attach_lower(chunk, 0, storage)
         self._manager.by_storage[address(storage)] = chunk
         mark_managed(value, Home(self._manager, chunk, 0, label, value.detach()))
         visible[home.index, name] = value
