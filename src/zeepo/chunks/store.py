@@ -115,9 +115,8 @@ class ChunkStore:
         return may_copy and bool(self.counters.num_evictions)
 
     def _take_buffer(self, chunk: Chunk) -> None:
-        if chunk.home is None or not chunk.is_empty or chunk.buffer is not None:
-            return
-        if chunk.layout.nbytes == 0:
+        has_bytes = chunk.layout.nbytes > 0
+        if chunk.home is None or not chunk.is_empty or chunk.buffer is not None or not has_bytes:
             return
         with contextlib.suppress(BudgetError):  # no room for all slots at once: one by one then
             self.moves.make_buffer_room(chunk.layout.nbytes)
