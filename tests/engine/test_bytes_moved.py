@@ -25,8 +25,6 @@ import zeepo
 from zeepo.engine.tuning import tuned
 from zeepo.engine.update import ChunkUpdate
 
-pytestmark = pytest.mark.slow
-
 NUM_STEPS = 7
 NUM_WARM_UP = 3
 """The first step makes the states, the second has no forecast, the third the first whole one."""
@@ -185,6 +183,9 @@ CASES = [("perceptron", kind) for kind in OPTIMIZERS] + [
     (model, kind) for model in list(MODELS)[1:] for kind in ("AdamW, fused", "SGD", "8bit")
 ]
 
+SHORT = [("one tensor a unit", "SGD"), ("gpt, checkpointing", "AdamW, fused")]
+"""The cases that always run."""
+
 
 def sizes_of(model: nn.Module, shape: Model, kind: Kind) -> Sizes:
     """What the formula needs to know, from shapes alone."""
@@ -237,7 +238,10 @@ def moved_by_steps(model: nn.Module, shape: Model, kind: Kind, update: str, disk
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize(("model", "optimizer"), CASES)
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [case if case in SHORT else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_a_step_moves_what_the_formula_says(
     model: str, optimizer: str, update: str, tmp_path: Path
 ) -> None:

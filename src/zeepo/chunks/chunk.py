@@ -99,6 +99,12 @@ class Chunk:
         return all(storage is None for storage in self.storages)
 
     @property
+    def is_used_by_lease(self) -> bool:
+        """Whether a lease is part of the trace: of an empty chunk only where a gradient arrives."""
+        is_arrival = self.kind is Kind.GRAD and not self.is_copy
+        return self.is_foreseeable and (is_arrival or not self.is_empty)
+
+    @property
     def is_dirty(self) -> bool:
         return self.version != self.lower_version
 

@@ -106,8 +106,13 @@ class Foresight:
         self._accesses_to_skip = 0
         chunks = self._moves.chunks.values()
         movable = movable_in_step(chunks, self._moves.trace, self._versions)
-        self._moves.residents.end_step(movable, self._short_lived_bytes)
+        self._moves.residents.end_step(movable, self._short_lived_bytes + self._others_bytes())
         self._versions = {chunk.key: chunk.version for chunk in chunks}
+
+    def _others_bytes(self) -> int:
+        """What of the ledger is neither chunks nor free for them: the tiers' own buffers, copies."""
+        held = sum(chunk.resident_bytes for chunk in self._moves.in_ram.values())
+        return self._moves.ledger.used_bytes - self._moves.pool.idle_bytes - held
 
     def note_short_lived(self, chunk: Chunk) -> None:
         """Something came; if it will go soon, as much room is not worth filling meanwhile."""

@@ -63,12 +63,15 @@ class Residents:
         if key in self.keys:
             self._left_bytes += nbytes
 
-    def end_step(self, movable: Iterable[Movable], short_lived_bytes: int) -> None:
-        """Choose anew, if what the step showed makes enough of a difference."""
+    def end_step(self, movable: Iterable[Movable], other_bytes: int) -> None:
+        """Choose anew, if what the step showed makes enough of a difference.
+
+        `other_bytes` are what the limit must leave to others than these chunks.
+        """
         known = list(movable)
         limit_bytes = self._least_limit_bytes or 0
         self._regret_bytes = REGRET * self._regret_bytes + self._left_bytes
-        room_bytes = self._room(known, limit_bytes, short_lived_bytes)
+        room_bytes = self._room(known, limit_bytes, other_bytes)
         self._least_limit_bytes, self._most_leased_bytes, self._left_bytes = None, 0, 0
         is_known = self.keys <= {chunk.key for chunk in known}
         if is_known and abs(room_bytes - self._room_bytes) < WORTH_CHANGING * limit_bytes:
@@ -76,11 +79,11 @@ class Residents:
         self._room_bytes = room_bytes
         self.keys = choose(known, room_bytes, int(LARGEST_SHARE * limit_bytes))
 
-    def _room(self, known: list[Movable], limit_bytes: int, short_lived_bytes: int) -> int:
+    def _room(self, known: list[Movable], limit_bytes: int, other_bytes: int) -> int:
         if not known:
             return 0
         on_their_way = CHUNKS_ON_THEIR_WAY * int(median(chunk.nbytes for chunk in known))
-        needed = self._most_leased_bytes + short_lived_bytes + on_their_way
+        needed = self._most_leased_bytes + other_bytes + on_their_way
         return max(0, limit_bytes - needed - int(self._regret_bytes))
 
 
