@@ -110,7 +110,7 @@ class Foresight:
         self._versions = {chunk.key: chunk.version for chunk in chunks}
 
     def _others_bytes(self) -> int:
-        """What of the ledger is neither chunks nor free for them: the tiers' own buffers, copies."""
+        """What of the ledger is neither chunks nor free for them: a tier's own buffers, copies."""
         held = sum(chunk.resident_bytes for chunk in self._moves.in_ram.values())
         return self._moves.ledger.used_bytes - self._moves.pool.idle_bytes - held
 

@@ -115,12 +115,12 @@ class ChunkStore:
         return may_copy and bool(self.counters.num_evictions)
 
     def _take_buffer(self, chunk: Chunk) -> None:
-        has_bytes = chunk.layout.nbytes > 0
-        if chunk.home is None or not chunk.is_empty or chunk.buffer is not None or not has_bytes:
+        nbytes = chunk.layout.nbytes
+        if chunk.home is None or not chunk.is_empty or chunk.buffer is not None or not nbytes:
             return
         with contextlib.suppress(BudgetError):  # no room for all slots at once: one by one then
-            self.moves.make_buffer_room(chunk.layout.nbytes)
-            chunk.buffer = self.pool.acquire(chunk.layout.nbytes, chunk.kind.value)
+            self.moves.make_buffer_room(nbytes)
+            chunk.buffer = self.pool.acquire(nbytes, chunk.kind.value)
 
     def new_buffer(self, nbytes: int, tag: str) -> Buffer:
         """A buffer of the pool's for the caller; chunks leave to make room for it."""
@@ -245,8 +245,7 @@ class ChunkStore:
                     self.moves.start_fetch(chunk)
                 for chunk in chunks:
                     self.moves.finish_fetch(chunk)
-                used = [c for c in chunks if c.is_used_by_lease]
-                if sum(self.trace.access(c.key) for c in used):
+                if sum(self.trace.access(c.key) for c in chunks if c.is_used_by_lease):
                     self.foresight.let_copies_go()
                     self.read_ahead()
             except BaseException:
