@@ -151,10 +151,10 @@ def test_one_that_stays_leaves_when_nothing_else_can() -> None:
     bench.chunk(4.0)
     assert first.is_resident
     bench.store.lease([second, third])
-    assert not bench.store.moves.residents._left_bytes
+    assert not bench.store.moves.residents._left
     bench.chunk(5.0)
     assert not first.is_resident
-    assert bench.store.moves.residents._left_bytes == PAGE
+    assert bench.store.moves.residents._left == {first.key: PAGE}
     assert bench.value(first) == 0.0
 
 

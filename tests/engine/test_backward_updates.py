@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zeepo
+from zeepo.engine.states import States
 from zeepo.engine.update import ChunkUpdate
 from zeepo.errors import DiskError, SessionError, UnsupportedError
 
@@ -128,6 +129,29 @@ def test_an_update_that_fails_half_way_is_not_made_again(
         loss_of(model).backward()
     with pytest.raises(SessionError, match="half-way"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_states_that_find_no_place_after_the_arithmetic_leave_a_torn_update(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters have changed by then: to update them again would be wrong."""
+    model, optimizer = make()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DiskError("full for a moment")
+
+    def step() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, update=update):
+        with monkeypatch.context() as full:
+            full.setattr(States, "take_in", refuse)
+            with pytest.raises(DiskError, match="for a moment"):
+                step()
+        with pytest.raises(SessionError, match="half-way"):
+            optimizer.step()
 
 
 def test_accumulation_is_declared(tmp_path: Path) -> None:

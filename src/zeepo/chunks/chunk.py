@@ -150,7 +150,7 @@ class Chunk:
     def place_in_buffer(self) -> None:
         """Point every present slot at its place in the buffer."""
         assert self.buffer is not None
-        self.buffer.touched()
+        self.buffer.touched(self.layout.nbytes)
         shift = 64 if sabotaged("slot.offset") and self.layout.nbytes > 128 else 0
         for index, storage in self.present():
             slot = self.layout.slots[index]

@@ -69,10 +69,11 @@ class Foresight:
         is_later = self._moves.trace.next_use(idle[-1].key) > self._moves.trace.next_use(chunk.key)
         return is_later and self._let_copy_go(idle[-1])
 
-    def read_ahead(self) -> None:
+    def read_ahead(self, leased: Sequence[Chunk]) -> None:
         """Start reading what comes next, as far as room can be had without harm.
 
-        While much is ahead already, not at every access: there would be little to do.
+        While much is ahead already, not at every access: there would be little to do. What is
+        leased and empty is about to be filled, and has its room first.
         """
         if len(self._moves.in_ram) == len(self._moves.chunks):
             return
@@ -80,6 +81,7 @@ class Foresight:
             self._accesses_to_skip -= 1
             return
         spoken_for = self._spoken_for_bytes()
+        spoken_for += sum(c.layout.nbytes for c in leased if c.is_empty and not c.is_short_lived)
         for depth, key in enumerate(self._moves.trace.upcoming(moving.LOOKAHEAD_CHUNKS)):
             self._accesses_to_skip = depth // 4
             chunk = self._moves.chunks.get(key)

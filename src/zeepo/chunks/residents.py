@@ -13,12 +13,18 @@ the same, the set gets smaller by as much.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
+from itertools import accumulate
 
-CHUNKS_ON_THEIR_WAY = 12
-"""Room that is left to reading ahead and writing behind, in chunks of the usual size."""
+USUAL_ON_THEIR_WAY = 12
+"""Room that is left to reading ahead and writing behind: so many chunks of the usual size..."""
+WEIGHTY_ON_THEIR_WAY = 4
+"""...or so many of the size that half of all bytes are in, where few chunks are most of them."""
+RECENT = 2
+"""How many ends of steps are looked back at: each of two optimizers ends one, with its own part."""
 LARGEST_SHARE = 1 / 8
 """A chunk larger than this part of the limit does not stay: it would be most of the set."""
 WORTH_CHANGING = 1 / 16
@@ -46,9 +52,12 @@ class Residents:
     def __init__(self) -> None:
         self.keys: frozenset[int] = frozenset()
         self._room_bytes = 0
+        self._recent_rooms: deque[int] = deque(maxlen=RECENT)
+        self._recent: deque[dict[int, Movable]] = deque(maxlen=RECENT)
         self._least_limit_bytes: int | None = None
         self._most_leased_bytes = 0
-        self._left_bytes = 0
+        self._left: dict[int, int] = {}
+        """Of the set, those that had to leave in this step, with their bytes."""
         self._regret_bytes = 0.0
 
     def note_lease(self, nbytes: int, limit_bytes: int) -> None:
@@ -61,28 +70,36 @@ class Residents:
     def note_eviction(self, key: int, nbytes: int) -> None:
         """A chunk had to leave."""
         if key in self.keys:
-            self._left_bytes += nbytes
+            self._left[key] = nbytes
 
     def end_step(self, movable: Iterable[Movable], other_bytes: int) -> None:
         """Choose anew, if what the step showed makes enough of a difference.
 
         `other_bytes` are what the limit must leave to others than these chunks.
         """
-        known = list(movable)
+        self._recent.append({chunk.key: chunk for chunk in movable})
+        known: dict[int, Movable] = {}
+        for step in self._recent:
+            known |= step
         limit_bytes = self._least_limit_bytes or 0
-        self._regret_bytes = REGRET * self._regret_bytes + self._left_bytes
-        room_bytes = self._room(known, limit_bytes, other_bytes)
-        self._least_limit_bytes, self._most_leased_bytes, self._left_bytes = None, 0, 0
-        is_known = self.keys <= {chunk.key for chunk in known}
+        self._regret_bytes = REGRET * self._regret_bytes + sum(self._left.values())
+        self._recent_rooms.append(self._room(list(known.values()), limit_bytes, other_bytes))
+        room_bytes = min(self._recent_rooms)
+        self._least_limit_bytes, self._most_leased_bytes = None, 0
+        self._left.clear()
+        is_known = self.keys <= known.keys()
         if is_known and abs(room_bytes - self._room_bytes) < WORTH_CHANGING * limit_bytes:
             return
         self._room_bytes = room_bytes
-        self.keys = choose(known, room_bytes, int(LARGEST_SHARE * limit_bytes))
+        self.keys = choose(known.values(), room_bytes, int(LARGEST_SHARE * limit_bytes))
 
     def _room(self, known: list[Movable], limit_bytes: int, other_bytes: int) -> int:
         if not known:
             return 0
-        on_their_way = CHUNKS_ON_THEIR_WAY * int(median(chunk.nbytes for chunk in known))
+        sizes = sorted(chunk.nbytes for chunk in known)
+        halfway = bisect_left(list(accumulate(sizes)), sum(sizes) / 2)
+        usual, weighty = sizes[len(sizes) // 2], sizes[halfway]
+        on_their_way = max(USUAL_ON_THEIR_WAY * usual, WEIGHTY_ON_THEIR_WAY * weighty)
         needed = self._most_leased_bytes + other_bytes + on_their_way
         return max(0, limit_bytes - needed - int(self._regret_bytes))
 

@@ -247,7 +247,7 @@ class ChunkStore:
                     self.moves.finish_fetch(chunk)
                 if sum(self.trace.access(c.key) for c in chunks if c.is_used_by_lease):
                     self.foresight.let_copies_go()
-                    self.read_ahead()
+                    self.read_ahead(chunks)
             except BaseException:
                 self.release(chunks)
                 raise
@@ -312,12 +312,12 @@ class ChunkStore:
             if chunk.before_use is not None and not sabotaged("update.late"):
                 chunk.before_use()
 
-    def read_ahead(self) -> None:
+    def read_ahead(self, leased: Sequence[Chunk] = ()) -> None:
         """Start reading what comes next; what fails is tried again, aloud, when it is needed."""
         with self.lock:
             if self._prefetch_enabled:
                 with contextlib.suppress(DiskError):
-                    self.foresight.read_ahead()
+                    self.foresight.read_ahead(leased)
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         """Give leases back."""

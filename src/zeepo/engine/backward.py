@@ -15,7 +15,7 @@ backward.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -119,11 +119,13 @@ class NodeLeases:
     def give_back_stale(self) -> None:
         """Outside backward no node of this thread runs: what it holds was left by an exception."""
         if self._held and torch._C._current_graph_task_id() == -1:
-            thread = get_ident()
-            stale = [entry for entry in self._held if entry[0] == thread]
-            for entry in stale:
-                self._held.remove(entry)
-                self._store.release(entry[1].chunks)
+            self.give_back_of({get_ident()})
+
+    def give_back_of(self, threads: Container[int | None]) -> None:
+        """Nodes of these threads do not run any more."""
+        for entry in [entry for entry in self._held if entry[0] in threads]:
+            self._held.remove(entry)
+            self._store.release(entry[1].chunks)
 
 
 class _NodeLease:

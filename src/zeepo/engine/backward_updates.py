@@ -167,12 +167,6 @@ class BackwardUpdates:
 
     def _begin_step(self, recipe: Recipe) -> None:
         """`optimizer.step()`: the updates that were made are the ones it would have made."""
-        if self._step.torn is not None:
-            label, error = self._step.torn
-            raise SessionError(
-                f"the update of {label} failed half-way in backward: its values are neither those "
-                "before the step nor those after it. Go on from the last checkpoint."
-            ) from error
         self._refuse_uncleared("optimizer.step()")
         if self._recipe is not None and not (
             self._recipe.is_same_as(recipe) and self._step.has_groups_of_recipe()

@@ -94,6 +94,8 @@ def run_layer_major(
             turns.stop(error, [thread in alive for thread in threads])
             _wait_for_micro_batches([thread for thread in threads if thread in alive])
             raise
+        finally:  # of those that were stopped in the middle of a node
+            manager.node_leases.give_back_of({thread.ident for thread in threads})
     if turns.failure is not None:
         raise turns.failure
     return [loss for loss in losses if loss is not None]

@@ -36,6 +36,7 @@ from zeepo.engine.states import States
 from zeepo.engine.tuning import Tuning
 from zeepo.engine.update import ChunkUpdate, count_ahead
 from zeepo.engine.update_parts import Target
+from zeepo.errors import SessionError
 from zeepo.optim.catalogue import Grain, grain_of, num_states_of, num_temporaries_of
 from zeepo.optim.shadow import Recipe, State, take_recipe
 from zeepo.sabotage import sabotaged
@@ -69,7 +70,7 @@ class OptimizerStep:
         self._group_of: dict[int, int] = {}
         """id(parameter) -> its group, for updates before the step."""
         self.torn: tuple[str, BaseException] | None = None
-        """The chunk whose update before the step was left half done, and by what."""
+        """The chunk whose update failed when values had changed already, and by what."""
         self.before_run: Callable[[Recipe], None] | None = None
         """Told what this step will do, when parts of it were done in backward already."""
         self.before_close: Callable[[], None] | None = None
@@ -80,6 +81,7 @@ class OptimizerStep:
     @torch.no_grad()
     def run(self) -> None:
         """Update every parameter that has a gradient, or see to it that it will be."""
+        self._refuse_torn()
         self._manager.node_leases.refuse_inside_accumulate("optimizer.step()")
         self.finish_put_off()
         ranks = self._manager.ranks
@@ -103,11 +105,29 @@ class OptimizerStep:
         if ranks is not None:
             self._update_with_ranks(ranks, now)
         else:
-            for update in self._in_order_of_next_use(now):
-                update.run()
+            self._update_all(self._in_order_of_next_use(now))
         for home, group in odd:
             self._update_with_odd_gradient(recipe, home, group)
         self._publish_entries()
+
+    def _update_all(self, updates: Sequence[ChunkUpdate]) -> None:
+        """One after the other; once the first has changed something, there is no second try."""
+        for update in updates:
+            try:
+                update.run()
+            except BaseException as error:
+                if update is not updates[0] or update.has_begun:
+                    self.torn = update.chunk.label, error
+                raise
+
+    def _refuse_torn(self) -> None:
+        if self.torn is not None:
+            label, error = self.torn
+            raise SessionError(
+                f"the update of {label} failed half-way: what was updated before it would be "
+                "updated again, and its own values may be neither those before the step nor those "
+                "after it. Go on from the last checkpoint."
+            ) from error
 
     def fix_recipe(self) -> Recipe:
         """What the step of this backward will do, for `update_now`."""

@@ -8,7 +8,7 @@ does to the optimizer afterwards changes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -175,19 +175,28 @@ class ChunkUpdate:
         with plain_torch():
             versions = [grad_version(part) for part in parts]
             old_states = {part.tensor: part.state for part in parts if part.state}
-            try:
+        try:
+            with plain_torch():
                 new_states = self._recipe.run_on(tensors, old_states)
-            except BaseException as error:
-                self._torn_by = error
-                raise
-            # Fused kernels that unscale write to the gradient without counting its version.
-            writes_grads = self.unscales
-            for part, version in zip(parts, versions, strict=True):
-                if writes_grads or grad_version(part) != version:
-                    part.write_grad_back()
-                    if self._grads is not None:
-                        self._store.mark_changed(self._grads)
-                part.write_back()
+                self._write_back(parts, versions)
+            self._keep_states(piece, parts, new_states)
+        except BaseException as error:  # done in part: it cannot be done again
+            self._torn_by = error
+            raise
+
+    def _write_back(self, parts: list[Part], versions: list[int]) -> None:
+        # Fused kernels that unscale write to the gradient without counting its version.
+        writes_grads = self.unscales
+        for part, version in zip(parts, versions, strict=True):
+            if writes_grads or grad_version(part) != version:
+                part.write_grad_back()
+                if self._grads is not None:
+                    self._store.mark_changed(self._grads)
+            part.write_back()
+
+    def _keep_states(
+        self, piece: Piece, parts: list[Part], new_states: Mapping[Tensor, State]
+    ) -> None:
         freed_bytes = 0
         for part in parts:
             freed_bytes += self._new_state_bytes([part])

@@ -48,6 +48,12 @@ class Ledger:
         with self._lock:
             return self._free_bytes()
 
+    @property
+    def headroom_bytes(self) -> int:
+        """The same, and how much too much is in use where the limit has fallen below it."""
+        with self._lock:
+            return 1 << 62 if self._limit_bytes is None else self._limit_bytes - self._used_bytes
+
     def _free_bytes(self) -> int:
         if self._limit_bytes is None:
             return 1 << 62

@@ -119,7 +119,7 @@ class BufferPool:
         with self._lock:
             if self._best_fit(capacity_bytes) is not None:
                 return True
-            return capacity_bytes <= self.ledger.free_bytes + self._idle_bytes
+            return capacity_bytes <= self.ledger.headroom_bytes + self._idle_bytes
 
     def acquire(self, nbytes: int, tag: str) -> Buffer:
         """A buffer of at least `nbytes`, its contents arbitrary, or `BudgetError` with the bill."""
@@ -132,7 +132,7 @@ class BufferPool:
                 self.num_reuses += 1
                 reservation.retag(tag)
                 return Buffer(self, mapping, reservation)
-            missing_bytes = capacity_bytes - self.ledger.free_bytes
+            missing_bytes = capacity_bytes - self.ledger.headroom_bytes
             givers: list[Mapping] = []
             # Drop idle buffers only if that makes enough room: a refusal should cost nothing.
             if missing_bytes <= self._idle_bytes:
@@ -158,7 +158,7 @@ class BufferPool:
         if grain_bytes < _LEAST_GRAIN_BYTES:
             return capacity_bytes
         larger_bytes = round_up(capacity_bytes, grain_bytes)
-        has_room = larger_bytes <= self.ledger.free_bytes + self._idle_bytes
+        has_room = larger_bytes <= self.ledger.headroom_bytes + self._idle_bytes
         return larger_bytes if has_room else capacity_bytes
 
     def _move_pages(self, givers: list[Mapping], mapping: Mapping) -> int:
