@@ -13,6 +13,7 @@ to take two steps, each in a memory cgroup that has all the memory there is.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import statistics
 import tempfile
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--ram", default="3GiB")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--only-peers", action="store_true", help="and keep what was measured")
     args = parser.parse_args()
     reporting.warn_of_load()
     config, ram = (SHORT, "512MiB") if args.short else (LARGE, args.ram)
@@ -187,17 +189,24 @@ def main() -> None:
     )
     path = reporting.result_path("beyond_memory", is_short=args.short, given=args.result)
     with tempfile.TemporaryDirectory(dir=args.disk) as disk:
-        report["link_bytes_per_second"] = speeds = link_speeds(Path(disk), 1 << 30)
-        alone = [compute_alone(config, 4)]
-        report |= train(config, ram, disk, args.steps)
-        alone.append(compute_alone(config, 4))
-        report["compute_alone"] = alone
-        report |= _figures(report, speeds)
-        reporting.write(report, path)
-        if args.peers:
+        if args.only_peers:
+            report = json.loads(path.read_text())
+        else:
+            _measure(report, config, disk, args.steps)
+            reporting.write(report, path)
+        if args.peers or args.only_peers:
             report["peers"] = peers(model, disk)
             reporting.write(report, path)
     _show(report, path)
+
+
+def _measure(report: dict[str, Any], config: GPTConfig, disk: str, num_steps: int) -> None:
+    report["link_bytes_per_second"] = speeds = link_speeds(Path(disk), 1 << 30)
+    alone = [compute_alone(config, 4)]
+    report |= train(config, report["ram"], disk, num_steps)
+    alone.append(compute_alone(config, 4))
+    report["compute_alone"] = alone
+    report |= _figures(report, speeds)
 
 
 def _figures(report: Mapping[str, Any], speeds: Mapping[str, float]) -> dict[str, Any]:
