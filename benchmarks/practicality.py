@@ -251,12 +251,18 @@ def _plot(report: Mapping[str, Any], path: Path) -> None:
     figure, axes = reporting.new_plot()
     for way in dict.fromkeys(run["way"] for run in report["runs"]):
         runs = sorted((r for r in report["runs"] if r["way"] == way), key=lambda r: r["tokens"])
-        axes.plot([r["tokens"] for r in runs], [r["practicality"] for r in runs], "o-", label=way)
+        middles = [r["practicality"] for r in runs]
+        below = [m - min(r["practicalities"]) for m, r in zip(middles, runs, strict=True)]
+        above = [max(r["practicalities"]) - m for m, r in zip(middles, runs, strict=True)]
+        places = [r["tokens"] for r in runs]
+        axes.errorbar(places, middles, (below, above), fmt="o-", capsize=4, label=way)
     axes.axhline(1.0, color="grey", linewidth=0.8)
+    tokens = sorted({run["tokens"] for run in report["runs"]})
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens a step")
+    axes.set_xticks(tokens, [str(count) for count in tokens])
+    axes.set_xlabel("tokens a step (median and range of the turns)")
     axes.set_ylabel("practicality (1 = as fast as plain PyTorch)")
-    axes.set_ylim(0, 1.1)
+    axes.set_ylim(0, max(1.1, 1.05 * axes.get_ylim()[1]))
     axes.legend()
     reporting.save_plot(figure, report, path)
 
