@@ -154,16 +154,16 @@ def _train(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, 
 # -- peers -----------------------------------------------------------------------------------------
 
 
-def peers(model: Model, disk: str) -> dict[str, Any]:
-    """Whether others can start, given all the memory there is."""
+def try_peers(model: Model, disk: str, report: dict[str, Any], path: Path) -> None:
+    """Whether others can start, given all the memory there is; written as it is found."""
     everything = (machine_available_bytes() or 0) - LEFT_TO_SYSTEM_BYTES
-    found: dict[str, Any] = {"given_bytes": everything}
+    found = report["peers"] = {"given_bytes": everything}
     for engine in ("plain", "fsdp2", "deepspeed3-cpu", "deepspeed3-nvme"):
         for configuration in ONE_RANK[engine]:
             facts = attempt(configuration, model, everything, disk, 1200.0)  # type: ignore[arg-type]
             found[configuration.label] = facts
+            reporting.write(report, path)
             print(f"{configuration.label}: {facts['outcome']}", flush=True)
-    return found
 
 
 # -- the figure ------------------------------------------------------------------------------------
@@ -195,8 +195,7 @@ def main() -> None:
             _measure(report, config, disk, args.steps)
             reporting.write(report, path)
         if args.peers or args.only_peers:
-            report["peers"] = peers(model, disk)
-            reporting.write(report, path)
+            try_peers(model, disk, report, path)
     _show(report, path)
 
 
