@@ -44,16 +44,8 @@ def clean_candidates(
     chunks: Iterable[Chunk], trace: Trace, residents: Container[int]
 ) -> list[Candidate]:
     """What may leave RAM now at no cost, for something that is not needed yet."""
-    return [
-        Candidate(c.key, c.resident_bytes, trace.next_use(c.key), is_clean=True)
-        for c in chunks
-        if c.leases == 0
-        and c.version == c.lower_version
-        and c.home is not None
-        and c.writing is None
-        and (c.is_resident or c.fetching is not None)
-        and c.key not in residents
-    ]
+    clean = (c for c in chunks if not c.is_dirty and c.writing is None and c.key not in residents)
+    return candidates(clean, trace, residents)
 
 
 def movable_in_step(

@@ -112,13 +112,17 @@ class OptimizerStep:
 
     def _update_all(self, updates: Sequence[ChunkUpdate]) -> None:
         """One after the other; once the first has changed something, there is no second try."""
-        for update in updates:
-            try:
-                update.run()
-            except BaseException as error:
-                if update is not updates[0] or update.has_begun:
-                    self.torn = update.chunk.label, error
-                raise
+        for number, update in enumerate(updates):
+            self._run_once(update, has_changed=number > 0)
+
+    def _run_once(self, update: ChunkUpdate, *, has_changed: bool = False) -> None:
+        """Carry out an update; if it fails when something has changed already, note that."""
+        try:
+            update.run()
+        except BaseException as error:
+            if has_changed or update.has_begun:
+                self.torn = update.chunk.label, error
+            raise
 
     def _refuse_torn(self) -> None:
         if self.torn is not None:
@@ -160,13 +164,8 @@ class OptimizerStep:
                 return []  # sparse, or with a graph: step() sees to it
         if targets:
             update = self._make_update(recipe, chunk, targets)
-            try:
-                with ordinary_context():
-                    update.run()
-            except BaseException as error:
-                if update.has_begun:
-                    self.torn = chunk.label, error
-                raise
+            with ordinary_context():
+                self._run_once(update)
         return [target.home for target in targets]
 
     def _update_with_ranks(self, ranks: Ranks, updates: Sequence[ChunkUpdate]) -> None:
