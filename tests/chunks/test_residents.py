@@ -40,6 +40,15 @@ def test_the_least_limit_of_a_step_counts() -> None:
     ]
 
 
+def test_a_large_lease_and_a_low_limit_at_different_moments_do_not_add_up() -> None:
+    residents, known = Residents(), chunks(100)
+    residents.note_lease(300, 900)
+    residents.note_lease(20, 500)
+    residents.end_step(known, 40)
+    kept = sum(chunk.nbytes for chunk in known if chunk.key in residents.keys)
+    assert kept == 500 - 20 - 40 - USUAL_ON_THEIR_WAY * 10
+
+
 def test_what_had_to_leave_makes_the_set_smaller_for_many_steps() -> None:
     residents, known = Residents(), chunks(100)
     before = after_step(residents, known, limit=600)

@@ -38,7 +38,8 @@ class Foresight:
         limit = self._moves.ledger.limit_bytes
         if limit is not None:
             needed = sum(c.layout.nbytes for c in chunks if not c.is_short_lived)
-            self._moves.residents.note_lease(needed, limit)
+            short = self._held_for_short() if self._short_lived_bytes else 0
+            self._moves.residents.note_lease(needed + short, limit)
 
     def let_copies_go(self) -> None:
         """Of copies of what is split over the ranks, keep the few that are needed soonest."""
@@ -108,7 +109,7 @@ class Foresight:
         self._accesses_to_skip = 0
         chunks = self._moves.chunks.values()
         movable = movable_in_step(chunks, self._moves.trace, self._versions)
-        self._moves.residents.end_step(movable, self._short_lived_bytes + self._others_bytes())
+        self._moves.residents.end_step(movable, self._others_bytes())
         self._versions = {chunk.key: chunk.version for chunk in chunks}
 
     def _others_bytes(self) -> int:

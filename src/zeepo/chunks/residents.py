@@ -6,9 +6,9 @@ parameter's two reads and a write, a state's one and one. So the room that no mo
 is given to a fixed set of chunks: those with the most transfers first, spread evenly over the step,
 so that reading and writing never come in a burst.
 
-How much room that is comes from the last step: the least limit it saw, less what was leased at
-once at the worst moment, less room for what is on its way. When a chunk of the set had to leave all
-the same, the set gets smaller by as much.
+How much room that is comes from the last step: what its worst moment left of the limit beside what
+was leased, less room for what is on its way. When a chunk of the set had to leave all the same, the
+set gets smaller by as much.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ class Residents:
         self._recent_rooms: deque[int] = deque(maxlen=RECENT)
         self._recent: deque[dict[int, Movable]] = deque(maxlen=RECENT)
         self._least_limit_bytes: int | None = None
-        self._most_leased_bytes = 0
+        self._least_left_bytes: int | None = None
         self._left: dict[int, int] = {}
         """Of the set, those that had to leave in this step, with their bytes."""
         self._regret_bytes = 0.0
 
     def note_lease(self, nbytes: int, limit_bytes: int) -> None:
-        """So much is needed at once, under a limit."""
-        if nbytes > self._most_leased_bytes:
-            self._most_leased_bytes = nbytes
+        """So much is needed at once, under the limit of this moment."""
+        left_bytes = limit_bytes - nbytes
+        if self._least_left_bytes is None or left_bytes < self._least_left_bytes:
+            self._least_left_bytes = left_bytes
         if self._least_limit_bytes is None or limit_bytes < self._least_limit_bytes:
             self._least_limit_bytes = limit_bytes
 
@@ -83,9 +84,9 @@ class Residents:
             known |= step
         limit_bytes = self._least_limit_bytes or 0
         self._regret_bytes = REGRET * self._regret_bytes + sum(self._left.values())
-        self._recent_rooms.append(self._room(list(known.values()), limit_bytes, other_bytes))
+        self._recent_rooms.append(self._room(list(known.values()), other_bytes))
         room_bytes = min(self._recent_rooms)
-        self._least_limit_bytes, self._most_leased_bytes = None, 0
+        self._least_limit_bytes = self._least_left_bytes = None
         self._left.clear()
         is_known = self.keys <= known.keys()
         if is_known and abs(room_bytes - self._room_bytes) < WORTH_CHANGING * limit_bytes:
@@ -93,15 +94,15 @@ class Residents:
         self._room_bytes = room_bytes
         self.keys = choose(known.values(), room_bytes, int(LARGEST_SHARE * limit_bytes))
 
-    def _room(self, known: list[Movable], limit_bytes: int, other_bytes: int) -> int:
+    def _room(self, known: list[Movable], other_bytes: int) -> int:
         if not known:
             return 0
         sizes = sorted(chunk.nbytes for chunk in known)
         halfway = bisect_left(list(accumulate(sizes)), sum(sizes) / 2)
         usual, weighty = sizes[len(sizes) // 2], sizes[halfway]
         on_their_way = max(USUAL_ON_THEIR_WAY * usual, WEIGHTY_ON_THEIR_WAY * weighty)
-        needed = self._most_leased_bytes + other_bytes + on_their_way
-        return max(0, limit_bytes - needed - int(self._regret_bytes))
+        left_bytes = (self._least_left_bytes or 0) - other_bytes - on_their_way
+        return max(0, left_bytes - int(self._regret_bytes))
 
 
 def choose(known: Iterable[Movable], room_bytes: int, largest_bytes: int) -> frozenset[int]:

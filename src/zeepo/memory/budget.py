@@ -125,7 +125,7 @@ class RamBudget:
 
     def end_step(self) -> None:
         """What one step showed is what the next is prepared for."""
-        self._slack_bytes = max(LEAST_SLACK_BYTES, self._rise_bytes, self._slack_bytes * 7 // 8)
+        self._slack_bytes = max(LEAST_SLACK_BYTES, self._rise_bytes, self._slack_bytes * 3 // 4)
         self._rise_bytes = 0
 
     def _read(self) -> int:

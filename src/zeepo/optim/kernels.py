@@ -27,6 +27,8 @@ SLICE = 512
 """Slices for threads begin at multiples of it: the kernels' own tile."""
 LEAST_PER_THREAD = 1 << 16
 """Elements: below it, starting a thread's work costs more than it saves."""
+SLICES_PER_THREAD = 32
+"""More than one, because a thread whose core is taken for a while should have less to do."""
 
 _FORMATS = {Format.FP32: 0, Format.BF16: 1, Format.PACKED: 2}
 GRAD_IS_BF16, UNSCALES, CLIPS, MAXIMIZES, DECAYS_GRAD = 1, 2, 4, 8, 16
@@ -136,17 +138,28 @@ def run(update: Update) -> None:
     if parts == 1:
         _library.zeepo_update(native, 0, numel, _level)
         return
-    size = -(-numel // parts // SLICE) * SLICE
-    starts = range(0, numel, size)
-    slices = [(start, min(size, numel - start)) for start in starts]
-    pool = _threads(len(slices) - 1)
-    futures = [pool.submit(_library.zeepo_update, native, *part, _level) for part in slices[1:]]
+    slices = iter(_slices(numel, parts))  # each thread takes the next: a late one takes fewer
+    pool = _threads(parts - 1)
+    futures = [pool.submit(_run_slices, native, slices) for _ in range(parts - 1)]
     try:
-        _library.zeepo_update(native, *slices[0], _level)
+        _run_slices(native, slices)
     finally:
         wait(futures)  # they write to memory that is only lent for this call
     for future in futures:
         future.result()
+
+
+def _slices(numel: int, parts: int) -> list[tuple[int, int]]:
+    """Where each slice starts and how long it is: several for each thread."""
+    size = max(LEAST_PER_THREAD, -(-numel // (parts * SLICES_PER_THREAD)))
+    size = -(-size // SLICE) * SLICE
+    return [(start, min(size, numel - start)) for start in range(0, numel, size)]
+
+
+def _run_slices(native: _Update, slices: Iterator[tuple[int, int]]) -> None:
+    assert _library is not None
+    for start, count in slices:
+        _library.zeepo_update(native, start, count, _level)
 
 
 def _native(update: Update) -> _Update:
