@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,7 +125,11 @@ def test_a_failed_write_fails_its_future_and_later_reads(
         reading = tier.read(extent, memoryview(bytearray(3 * BLOCK)))
         with pytest.raises(DiskError, match=text) as raised:
             failed.result()
-        assert f"cannot write 192.0 KiB at offset 0 of {chunks_file(tier)}" in str(raised.value)
+        # Unaligned memory goes block by block where the file demands alignment.
+        attempt = (
+            rf"cannot write (64|192)\.0 KiB at offset 0 of {re.escape(str(chunks_file(tier)))}"
+        )
+        assert re.search(attempt, str(raised.value))
         with pytest.raises(DiskError, match=text):  # Not the old bytes: they are stale.
             reading.result()
     with pytest.raises(DiskError, match=text):

@@ -3,7 +3,7 @@
 Invariant: a block's checksum is taken from the bytes as they are sent to the file, and a read
 completes only after every block it brought back has the checksum of its last write. Memory that is
 aligned as the file demands moves without a copy; the rest (unaligned memory, blocks with gaps, an
-end that is not a whole page) goes through this thread's staging buffer.
+end that is not a whole page) goes through this thread's staging buffer, a block at a time.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ class DiskExtent(Extent):
 
 
 class BlockIO:
-    """Runs parts; one staging buffer per thread, with room for a part's every block."""
+    """Runs parts; one staging buffer per thread, with room for one block."""
 
     def __init__(self, block_bytes: int, staging: Sequence[Buffer | Mapping]) -> None:
         self._block_bytes = block_bytes
@@ -62,28 +62,30 @@ class BlockIO:
         staging, staging_address = self._staging[thread_index]
         alignment = part.file.alignment_bytes
         sources: list[memoryview] = []
+        offset, is_staging_used = part.offset, False
         for i, block in enumerate(part.blocks):
             low, high = extent.block_range(block)
-            slot = i * self._block_bytes
             piece = _covering(pieces, low, high)
             direct_bytes = 0
             if piece is not None and (piece.address + low - piece.low) % alignment == 0:
                 direct_bytes = (high - low) // alignment * alignment
+            staged_bytes = high - low - direct_bytes
+            if staged_bytes and is_staging_used:
+                part.file.write(offset, sources)
+                sources, offset = [], part.offset + i * self._block_bytes
             if piece is not None and direct_bytes:
                 source = piece.memory[low - piece.low : high - piece.low]
                 extent.checksums[block] = xxh3_64_intdigest(source)
                 sources.append(source[:direct_bytes])
-            staged_bytes = high - low - direct_bytes
             if staged_bytes:
+                is_staging_used = True
                 padded_bytes = round_up(staged_bytes, alignment)
-                address = staging_address + slot
-                assemble(pieces, low + direct_bytes, high, address)
-                ctypes.memset(address + staged_bytes, 0, padded_bytes - staged_bytes)
+                assemble(pieces, low + direct_bytes, high, staging_address)
+                ctypes.memset(staging_address + staged_bytes, 0, padded_bytes - staged_bytes)
                 if not direct_bytes:
-                    staged = staging[slot : slot + staged_bytes]
-                    extent.checksums[block] = xxh3_64_intdigest(staged)
-                sources.append(staging[slot : slot + padded_bytes])
-        part.file.write(part.offset, sources)
+                    extent.checksums[block] = xxh3_64_intdigest(staging[:staged_bytes])
+                sources.append(staging[:padded_bytes])
+        part.file.write(offset, sources)
 
     def read_part(
         self,
@@ -96,23 +98,24 @@ class BlockIO:
         staging, staging_address = self._staging[thread_index]
         alignment = part.file.alignment_bytes
         targets: list[memoryview] = []
-        moves: list[tuple[int, int, int]] = []
+        offset, from_staging = part.offset, (0, 0)
         for i, block in enumerate(part.blocks):
             low, high = extent.block_range(block)
-            slot = i * self._block_bytes
             direct_bytes = 0
             if (target_address + low) % alignment == 0:
                 direct_bytes = (high - low) // alignment * alignment
+            staged_bytes = high - low - direct_bytes
+            if staged_bytes and from_staging[1]:
+                part.file.read(offset, targets)
+                ctypes.memmove(from_staging[0], staging_address, from_staging[1])
+                targets, offset = [], part.offset + i * self._block_bytes
             if direct_bytes:
                 targets.append(target[low : low + direct_bytes])
-            staged_bytes = high - low - direct_bytes
             if staged_bytes:
-                targets.append(staging[slot : slot + round_up(staged_bytes, alignment)])
-                to_address = target_address + low + direct_bytes
-                moves.append((to_address, staging_address + slot, staged_bytes))
-        part.file.read(part.offset, targets)
-        for to_address, from_address, count in moves:
-            ctypes.memmove(to_address, from_address, count)
+                targets.append(staging[: round_up(staged_bytes, alignment)])
+                from_staging = (target_address + low + direct_bytes, staged_bytes)
+        part.file.read(offset, targets)
+        ctypes.memmove(from_staging[0], staging_address, from_staging[1])
         for i, block in enumerate(part.blocks):
             low, high = extent.block_range(block)
             if xxh3_64_intdigest(target[low:high]) != extent.checksums[block]:

@@ -27,8 +27,9 @@ from zeepo.memory.tier import Describe, Extent, Piece, check_live, check_pieces,
 from zeepo.memory.transfers import TransferQueue
 from zeepo.units import enough_bytes, format_bytes
 
-PART_BYTES = 4 << 20
-"""A transfer is cut in parts of about this size, so that one extent keeps every thread busy."""
+PART_BYTES = 8 << 20
+"""A transfer is cut in parts of about this size, so that one extent keeps every thread busy. Every
+part takes the interpreter's lock from the training thread for a moment: rather few."""
 
 
 class DiskTier:
@@ -58,7 +59,7 @@ class DiskTier:
         self.limit_bytes = limit_bytes
         self.block_bytes = block_bytes
         self._blocks_per_part = max(1, PART_BYTES // block_bytes)
-        self.staging_bytes = num_threads * self._blocks_per_part * block_bytes
+        self.staging_bytes = num_threads * block_bytes
         self._changed = threading.Condition()
         self._used_bytes = 0
         self._peak_bytes = 0
@@ -73,11 +74,8 @@ class DiskTier:
                 self.directories.append(DiskDirectory(Path(directory), direct=direct))
             self._pattern = StripePattern(weights or self._measure_weights())
             for _ in range(num_threads):
-                staging_bytes = self.staging_bytes // num_threads
                 staging.append(
-                    Mapping(staging_bytes)
-                    if pool is None
-                    else pool.acquire(staging_bytes, "staging")
+                    Mapping(block_bytes) if pool is None else pool.acquire(block_bytes, "staging")
                 )
         except BaseException:
             _close_all(os.getpid(), None, self.directories)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -105,6 +106,13 @@ def cgroup_available_bytes(
     return min((one.free_bytes for one in limits), default=None)
 
 
+_PREAD = ctypes.PyDLL(None).pread
+"""Keeps the interpreter's lock, as `os.pread` does not: for so short a call it would have to be won
+back from the threads that read and write."""
+_PREAD.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
+_PREAD.restype = ctypes.c_ssize_t
+
+
 class _Statm:
     """/proc/self/statm, kept open: it is read wherever the engine needs room."""
 
@@ -112,6 +120,7 @@ class _Statm:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
         self._pid = 0
         self._file = -1
+        self._text = ctypes.create_string_buffer(128)
 
     def resident_bytes(self) -> int:
         if self._pid != os.getpid():  # of a fork the file would still tell its parent's
@@ -120,7 +129,9 @@ class _Statm:
             except OSError:
                 return 0
             self._pid = os.getpid()
-        return int(os.pread(self._file, 128, 0).split()[1]) * self._page_bytes
+        if _PREAD(self._file, self._text, len(self._text), 0) <= 0:
+            return 0
+        return int(self._text.value.split()[1]) * self._page_bytes
 
 
 resident_bytes = _Statm().resident_bytes
