@@ -1,15 +1,16 @@
 """Which GPT is the largest that can be trained in a given RAM: zeepo beside its peers?
 
     python benchmarks/largest_model.py --disk DIRECTORY [--budgets 1 2 4 8] [--update backward]
-                                       [--engines ...] [--full] [--largest 4.5e9] [--short]
+                                       [--engines ...] [--full] [--largest 5.2e9] [--short]
 
 Each try is a child in a memory cgroup (root is needed), swap off, whose limit is the budget and
 what the cgroup was charged once torch and the engine were imported. It survives with two optimizer
 steps on 1 x 64 tokens and finite losses. Models are the rungs of a ladder, each about 1.25 times
 the one before, the same for all: vocabulary 50304, blocks recomputed in backward, a layer and a
 head for every 64 of the width. An engine's answer is the best of its configurations: the first is
-searched, each other one has to beat it. zeepo begins at the rung that is ten times the best peer;
-if that survives the answer is "at least", unless --full asks for more, up to --largest parameters.
+searched, each other one has to beat it. zeepo begins with the least model that is ten times the
+best peer's; if that survives the answer is "at least", unless --full asks for more, up to --largest
+parameters.
 
 Every try is written when it is over; an interrupted run goes on where it stopped. --again ENGINE
 forgets that engine's tries.
@@ -309,10 +310,11 @@ def prove(
     tries: Tries, ours: Configuration, rungs: Sequence[Rung], budget_bytes: int, wanted: float
 ) -> dict[str, Any]:
     """Whether zeepo trains what was wanted; if not, what it does train."""
-    place = next((i for i, r in enumerate(rungs) if r.num_parameters >= wanted), len(rungs) - 1)
-    if tries.survives(ours, rungs[place], budget_bytes):
-        return _answer(rungs, place, ours.name, is_least=True)
-    return best_of(tries, [ours], rungs, budget_bytes, place - 1)
+    least = next(r for r in map(Rung, range(64, 64 * 200, 64)) if r.num_parameters >= wanted)
+    if tries.survives(ours, least, budget_bytes):
+        return _answer([least], 0, ours.name, is_least=True)
+    smaller = [rung for rung in rungs if rung.num_parameters < least.num_parameters]
+    return best_of(tries, [ours], smaller, budget_bytes, len(smaller) - 1)
 
 
 def measure(args: argparse.Namespace, tries: Tries, rungs: Sequence[Rung]) -> None:
@@ -395,7 +397,7 @@ def main() -> None:
     parser.add_argument("--disk", help="for zeepo's and DeepSpeed's files")
     parser.add_argument("--update", choices=("step", "backward"), default="step")
     parser.add_argument("--full", action="store_true", help="find zeepo's own limit")
-    parser.add_argument("--largest", type=float, default=4.6e9, help="parameters tried at most")
+    parser.add_argument("--largest", type=float, default=5.2e9, help="parameters tried at most")
     parser.add_argument("--spacing", type=float, default=SPACING, help="of the ladder")
     parser.add_argument("--seconds", type=float, default=1800.0, help="for one try")
     parser.add_argument("--configurations", type=int, help="of each peer, at most")

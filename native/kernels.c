@@ -69,8 +69,30 @@ const char *zeepo_level_name(int32_t level) {
 /* So that Python can see that both sides mean the same structure. */
 int64_t zeepo_update_bytes(void) { return (int64_t)sizeof(Update); }
 
-/* Update elements [start, start + count); start is a multiple of 16. */
-void zeepo_update(const Update *update, int64_t start, int64_t count, int32_t level) {
+/* How this thread rounds, and whether it flushes denormal numbers to zero. */
+uint64_t zeepo_float_mode(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    return __builtin_ia32_stmxcsr();
+#elif defined(__aarch64__) && defined(__GNUC__)
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+static void set_float_mode(uint64_t mode) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_ia32_ldmxcsr((unsigned)mode);
+#elif defined(__aarch64__) && defined(__GNUC__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#else
+    (void)mode;
+#endif
+}
+
+static void update_range(const Update *update, int64_t start, int64_t count, int32_t level) {
 #if defined(__x86_64__) && defined(__GNUC__)
     if (level == LEVEL_AVX512) {
         update_range_avx512(update, start, count);
@@ -83,4 +105,14 @@ void zeepo_update(const Update *update, int64_t start, int64_t count, int32_t le
 #endif
     (void)level;
     update_range_base(update, start, count);
+}
+
+/* Update elements [start, start + count); start is a multiple of 16. `mode` is that of the thread
+ * that asked for the update, so that it does not matter which thread has which part. */
+void zeepo_update(const Update *update, int64_t start, int64_t count, int32_t level,
+                  uint64_t mode) {
+    const uint64_t own = zeepo_float_mode();
+    set_float_mode(mode);
+    update_range(update, start, count, level);
+    set_float_mode(own);
 }

@@ -75,6 +75,19 @@ def test_an_old_block_in_a_new_place_is_found(tier: DiskTier) -> None:
         tier.read(extents[1], memoryview(bytearray(BLOCK))).result()
 
 
+def test_many_tiny_blocks_are_no_more_than_the_system_takes_at_once(tmp_path: Path) -> None:
+    tier = DiskTier([tmp_path], block_bytes=4096)
+    pool = BufferPool(Ledger("ram", None))
+    source, target = (pool.acquire(5 * MiB + 1, "test") for _ in range(2))
+    source.memory[:] = os.urandom(source.capacity_bytes)
+    nbytes = 5 * MiB + 1
+    extent = tier.allocate("chunk", nbytes)
+    tier.write(extent, [(0, source.memory[:nbytes])]).result()
+    tier.read(extent, target.memory[:nbytes]).result()
+    assert target.memory[:nbytes] == source.memory[:nbytes]
+    tier.close()
+
+
 def test_a_truncated_file_is_found(tier: DiskTier) -> None:
     extent = tier.allocate("chunk", 4 * BLOCK)
     tier.write(extent, [(0, memoryview(bytes(4 * BLOCK)))]).result()

@@ -136,6 +136,31 @@ def test_threads_change_nothing(state_dtype: str, monkeypatch: pytest.MonkeyPatc
     assert set(asked) == {1, 2, 6}  # 5003 elements are ten slices
 
 
+def test_flushing_of_denormals_is_that_of_the_calling_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(kernels, "LEAST_PER_THREAD", 512)
+    p = nn.Parameter(torch.zeros(100_003))
+    p.grad = torch.full_like(p, 1e-40)
+    optimizer = zeepo.optim.SGD([p], lr=1.0)
+    optimizer.step()  # now there are threads, which do not flush
+    assert p.detach().count_nonzero() == p.numel()
+    p.grad.fill_(1e-30)
+    assert torch.set_flush_denormal(True)
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-10
+        with torch.no_grad():
+            p.zero_()
+        optimizer.step()
+    finally:
+        torch.set_flush_denormal(False)
+    assert p.detach().count_nonzero() == 0
+    optimizer.step()
+    assert p.detach().count_nonzero() == p.numel()
+
+
 @every_format
 def test_narrow_moments_are_right_on_average(state_dtype: str) -> None:
     """The same small change for very many steps arrives, although each is below a code's width."""

@@ -34,12 +34,14 @@ class Foresight:
         """The most that chunks held at once whose content comes from torch and goes soon."""
 
     def note_need(self, chunks: Sequence[Chunk]) -> None:
-        """These are leased together."""
-        limit = self._moves.ledger.limit_bytes
+        """These are leased now, beside what is leased already and what torch has made."""
+        limit, in_ram = self._moves.ledger.limit_bytes, self._moves.in_ram
         if limit is not None:
-            needed = sum(c.layout.nbytes for c in chunks if not c.is_short_lived)
-            short = self._held_for_short() if self._short_lived_bytes else 0
-            self._moves.residents.note_lease(needed + short, limit)
+            held = sum(c.resident_bytes for c in in_ram.values() if c.leases or c.is_short_lived)
+            coming = sum(
+                c.layout.nbytes for c in chunks if c.key not in in_ram and not c.is_short_lived
+            )
+            self._moves.residents.note_lease(held + coming, limit)
 
     def let_copies_go(self) -> None:
         """Of copies of what is split over the ranks, keep the few that are needed soonest."""

@@ -30,6 +30,8 @@ ASK_SYSTEM_SECONDS = 0.1
 SLOW_TO_RISE = 64
 """The limit falls at once and rises after so many looks: what torch has given back it mostly takes
 again for the next layer, and memory that goes to and fro is cleared by the system each time."""
+RISES_KEPT = 8
+"""Steps that a rise is remembered for: not every batch is the largest."""
 LEDGER_SLACK_SHARE = 1 / 8
 """Of `ram`, the most that the ledger leaves free for what torch takes between two looks..."""
 SPILL_SLACK_SHARE = 1 / 4
@@ -64,6 +66,7 @@ class RamBudget:
         self._floor_bytes = floor_bytes
         """Always the ledger's, however much torch takes: little, so that small sessions go on."""
         self._slack_bytes = min(FIRST_SLACK_BYTES, int(LEDGER_SLACK_SHARE * ram_bytes))
+        self._recent_rises = deque([self._slack_bytes], RISES_KEPT)
         self._foretold_bytes = 0
         self._rise_bytes = 0
         """The most that torch took between two looks, in this step."""
@@ -121,11 +124,13 @@ class RamBudget:
     def prepare_for(self, rise_bytes: int) -> None:
         """Torch is foretold to take so much between two looks."""
         self._foretold_bytes = rise_bytes
+        self._recent_rises = deque([rise_bytes], RISES_KEPT)
         self._slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
 
     def end_step(self) -> None:
-        """What one step showed is what the next is prepared for."""
-        self._slack_bytes = max(LEAST_SLACK_BYTES, self._rise_bytes, self._slack_bytes * 3 // 4)
+        """What the last steps showed is what the next is prepared for."""
+        self._recent_rises.append(self._rise_bytes)
+        self._slack_bytes = max(LEAST_SLACK_BYTES, *self._recent_rises)
         self._rise_bytes = 0
 
     def _read(self) -> int:

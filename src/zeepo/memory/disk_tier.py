@@ -30,6 +30,8 @@ from zeepo.units import enough_bytes, format_bytes
 PART_BYTES = 8 << 20
 """A transfer is cut in parts of about this size, so that one extent keeps every thread busy. Every
 part takes the interpreter's lock from the training thread for a moment: rather few."""
+MOST_BLOCKS = 512
+"""In a part: the system takes 1024 pieces of memory at once, and a block may be two."""
 
 
 class DiskTier:
@@ -58,7 +60,7 @@ class DiskTier:
             raise InternalError(f"{len(directories)} directories with weights {weights}")
         self.limit_bytes = limit_bytes
         self.block_bytes = block_bytes
-        self._blocks_per_part = max(1, PART_BYTES // block_bytes)
+        self._blocks_per_part = min(MOST_BLOCKS, max(1, PART_BYTES // block_bytes))
         self.staging_bytes = num_threads * block_bytes
         self._changed = threading.Condition()
         self._used_bytes = 0

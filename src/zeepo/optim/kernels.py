@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -71,11 +72,13 @@ def _load() -> ctypes.CDLL | None:
 def _checked(library: ctypes.CDLL, path: Path) -> ctypes.CDLL:
     library.zeepo_level_name.restype = ctypes.c_char_p
     library.zeepo_update_bytes.restype = ctypes.c_int64
+    library.zeepo_float_mode.restype = ctypes.c_uint64
     library.zeepo_update.argtypes = [
         ctypes.POINTER(_Update),
         ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_int32,
+        ctypes.c_uint64,
     ]
     if library.zeepo_update_bytes() != ctypes.sizeof(_Update):
         raise InternalError(
@@ -134,32 +137,35 @@ def run(update: Update) -> None:
     assert _library is not None
     native = _native(update)
     numel = update.numel
+    mode = _library.zeepo_float_mode()
     parts = max(1, min(torch.get_num_threads(), numel // LEAST_PER_THREAD))
     if parts == 1:
-        _library.zeepo_update(native, 0, numel, _level)
+        _library.zeepo_update(native, 0, numel, _level, mode)
         return
-    slices = iter(_slices(numel, parts))  # each thread takes the next: a late one takes fewer
+    slices = _slices(numel, parts)  # each thread takes the next: a late one takes fewer
     pool = _threads(parts - 1)
-    futures = [pool.submit(_run_slices, native, slices) for _ in range(parts - 1)]
+    futures = [pool.submit(_run_slices, native, slices, mode) for _ in range(parts - 1)]
     try:
-        _run_slices(native, slices)
+        _run_slices(native, slices, mode)
     finally:
         wait(futures)  # they write to memory that is only lent for this call
     for future in futures:
         future.result()
 
 
-def _slices(numel: int, parts: int) -> list[tuple[int, int]]:
-    """Where each slice starts and how long it is: several for each thread."""
-    size = max(LEAST_PER_THREAD, -(-numel // (parts * SLICES_PER_THREAD)))
-    size = -(-size // SLICE) * SLICE
-    return [(start, min(size, numel - start)) for start in range(0, numel, size)]
+def _slices(numel: int, parts: int) -> deque[tuple[int, int]]:
+    """Where each slice starts and how long it is: as many for each thread."""
+    each = max(1, min(SLICES_PER_THREAD, numel // (parts * LEAST_PER_THREAD)))
+    size = -(-numel // (parts * each * SLICE)) * SLICE
+    return deque((start, min(size, numel - start)) for start in range(0, numel, size))
 
 
-def _run_slices(native: _Update, slices: Iterator[tuple[int, int]]) -> None:
+def _run_slices(native: _Update, slices: deque[tuple[int, int]], mode: int) -> None:
     assert _library is not None
-    for start, count in slices:
-        _library.zeepo_update(native, start, count, _level)
+    with suppress(IndexError):
+        while True:
+            start, count = slices.popleft()
+            _library.zeepo_update(native, start, count, _level, mode)
 
 
 def _native(update: Update) -> _Update:

@@ -130,7 +130,7 @@ class _Statm:
                 return 0
             self._pid = os.getpid()
         if _PREAD(self._file, self._text, len(self._text), 0) <= 0:
-            return 0
+            raise OSError("/proc/self/statm, which tells this process's size, cannot be read")
         return int(self._text.value.split()[1]) * self._page_bytes
 
 
