@@ -155,11 +155,14 @@ def _train(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, 
 
 
 def try_peers(model: Model, disk: str, report: dict[str, Any], path: Path) -> None:
-    """Whether others can start, given all the memory there is; written as it is found."""
+    """Whether others can start, given all the memory there is; written as it is found, and what is
+    known already is not tried again."""
     everything = (machine_available_bytes() or 0) - LEFT_TO_SYSTEM_BYTES
-    found = report["peers"] = {"given_bytes": everything}
+    found = report.setdefault("peers", {"given_bytes": everything})
     for engine in ("plain", "fsdp2", "deepspeed3-cpu", "deepspeed3-nvme"):
         for configuration in ONE_RANK[engine]:
+            if configuration.label in found:
+                continue
             facts = attempt(configuration, model, everything, disk, 1200.0)  # type: ignore[arg-type]
             found[configuration.label] = facts
             reporting.write(report, path)
