@@ -38,6 +38,8 @@ from zeepo.optim import kernels
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 CLIP = 0.5
+PAUSE_SECONDS = 0.02
+"""Before each: an OpenMP team still turns for a while after its work, on the cores of the next."""
 FORMAT_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.25}
 
 PEER_PROGRAM = """
@@ -191,6 +193,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for number in range(args.warm_up + args.rounds):
             first = number % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
+                time.sleep(PAUSE_SECONDS)
                 seconds = contender.run()
                 if number >= args.warm_up:
                     contender.seconds.append(seconds)
