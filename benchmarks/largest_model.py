@@ -50,6 +50,7 @@ NUM_STEPS = 2
 SEQUENCE = 64
 VOCABULARY = 50304
 SPACING = 1.25
+WIDTHS = range(64, 64 * 200, 64)
 LARGEST = "{largest}"
 """In the options of a configuration: the elements of the model's largest parameter."""
 BYTES_PER_PARAMETER = 16
@@ -92,7 +93,7 @@ def fitted(options: dict[str, Any], rung: Rung) -> dict[str, Any]:
 def ladder(smallest: float, largest: float, spacing: float = SPACING) -> list[Rung]:
     """Rungs from `smallest` to `largest` parameters, each as near to `spacing` as widths allow."""
     rungs: list[Rung] = []
-    for width in range(64, 64 * 200, 64):
+    for width in WIDTHS:
         rung, following = Rung(width), Rung(width + 64)
         if rung.num_parameters < smallest:
             continue
@@ -310,7 +311,7 @@ def prove(
     tries: Tries, ours: Configuration, rungs: Sequence[Rung], budget_bytes: int, wanted: float
 ) -> dict[str, Any]:
     """Whether zeepo trains what was wanted; if not, what it does train."""
-    least = next(r for r in map(Rung, range(64, 64 * 200, 64)) if r.num_parameters >= wanted)
+    least = next(rung for rung in map(Rung, WIDTHS) if rung.num_parameters >= wanted)
     if tries.survives(ours, least, budget_bytes):
         return _answer([least], 0, ours.name, is_least=True)
     smaller = [rung for rung in rungs if rung.num_parameters < least.num_parameters]
@@ -397,7 +398,7 @@ def main() -> None:
     parser.add_argument("--disk", help="for zeepo's and DeepSpeed's files")
     parser.add_argument("--update", choices=("step", "backward"), default="step")
     parser.add_argument("--full", action="store_true", help="find zeepo's own limit")
-    parser.add_argument("--largest", type=float, default=5.2e9, help="parameters tried at most")
+    parser.add_argument("--largest", type=float, default=5.2e9, help="parameters of the ladder")
     parser.add_argument("--spacing", type=float, default=SPACING, help="of the ladder")
     parser.add_argument("--seconds", type=float, default=1800.0, help="for one try")
     parser.add_argument("--configurations", type=int, help="of each peer, at most")
