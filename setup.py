@@ -1,8 +1,9 @@
-"""Builds the native kernels; everything else is in pyproject.toml.
+"""Builds the native parts; everything else is in pyproject.toml.
 
-The kernels are a plain shared library without Python's headers, found and loaded by
-`zeepo/optim/kernels.py`. They are optional: without a compiler the package installs all the same
-and the optimizers use torch's operations, with the same results.
+They are plain shared libraries without Python's headers, found and loaded by
+`zeepo/optim/kernels.py` and `zeepo/memory/native_blocks.py`. They are optional: without a compiler
+the package installs all the same, the optimizers use torch's operations and the disk tier
+Python's, with the same results.
 """
 
 import os
@@ -22,4 +23,11 @@ kernels = Extension(
     libraries=["m"],
     optional=True,
 )
-setup(ext_modules=[] if os.environ.get("ZEEPO_WITHOUT_KERNELS") else [kernels])
+block_io = Extension(
+    "zeepo.memory._block_io",
+    sources=["native/block_io.c", "native/checksum.c", "native/checksum_avx2.c"],
+    depends=["native/checksum.inc", "native/xxhash.h"],
+    extra_compile_args=["-std=c11", "-O3", "-fvisibility=default"],
+    optional=True,
+)
+setup(ext_modules=[] if os.environ.get("ZEEPO_WITHOUT_KERNELS") else [kernels, block_io])

@@ -25,6 +25,12 @@ def open_session() -> Any | None:
     return zeepo.current_session()
 
 
+@pytest.fixture
+def python_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk tier as it is where nothing was compiled: its calls of `os` can be replaced."""
+    monkeypatch.setattr("zeepo.memory.native_blocks.library", None)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

@@ -19,8 +19,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -36,7 +38,7 @@ from tests.parity import (  # noqa: F401
 from tests.parity.harness import CASES, check, expected_record
 from zeepo.chunks import moves
 from zeepo.engine.tuning import tuned
-from zeepo.memory.block_io import BlockIO
+from zeepo.memory.block_io import NativeBlocks, PythonBlocks
 from zeepo.sabotage import sabotage
 
 CHILD_SECONDS = 50
@@ -105,12 +107,10 @@ def slow_disk(seconds: float) -> Iterator[None]:
 
         return run
 
-    methods = BlockIO.read_part, BlockIO.write_part
-    BlockIO.read_part, BlockIO.write_part = map(delayed, methods)  # type: ignore[method-assign]
-    try:
+    with ExitStack() as stack:
+        for blocks, name in product((NativeBlocks, PythonBlocks), ("read_part", "write_part")):
+            stack.enter_context(patch.object(blocks, name, delayed(getattr(blocks, name))))
         yield
-    finally:
-        BlockIO.read_part, BlockIO.write_part = methods  # type: ignore[method-assign]
 
 
 def try_run(run: Run, scratch: Path) -> str:

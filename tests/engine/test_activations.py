@@ -186,6 +186,7 @@ def test_a_change_in_place_is_refused_as_torch_does(tmp_path: Path) -> None:
                 z.sum().backward()
 
 
+@pytest.mark.usefixtures("python_blocks")
 def test_what_is_changed_on_its_way_to_disk_and_saved_again_is_saved_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +282,7 @@ def test_an_unreadable_activation_costs_its_graph_and_nothing_else(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("python_blocks")
 def test_a_full_disk_stops_forward_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from zeepo.errors import DiskError
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def full_disk(monkeypatch: pytest.MonkeyPatch, python_blocks: None) -> Iterator[list[int]]:
     """A list; while it holds a number n, the n-th write from now and all later ones fail."""
     left: list[int] = []
     real = os.pwritev
@@ -150,6 +150,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*scratch*")) == []
 
 
+@pytest.mark.usefixtures("python_blocks")
 def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EIO on reads stops training by name; once the disk answers again nothing is lost."""
     model, optimizer = build()

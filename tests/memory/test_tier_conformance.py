@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from zeepo.errors import InternalError, SessionError
+from zeepo.memory import native_blocks
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.mapping import Mapping
@@ -24,6 +25,7 @@ PART = 4 << 20
 SIZES = [0, 1, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 7 * BLOCK + 4097]
 SIZES += [PART + BLOCK + 1, 2 * PART + 3]
 TIERS = ["ram", "ram-threads", "direct", "buffered", "memory-disk", "striped", "one-thread"]
+PYTHON_TIERS = ["direct", "buffered", "striped"]
 
 
 def make_tier(kind: str, folder: Path) -> Tier:
@@ -45,14 +47,18 @@ def make_tier(kind: str, folder: Path) -> Tier:
     return DiskTier(parts, block_bytes=BLOCK, weights=[5.0, 1.0, 2.5])
 
 
-@pytest.fixture(params=TIERS)
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+@pytest.fixture(params=[*TIERS, *(f"python-{kind}" for kind in PYTHON_TIERS)])
+def tier(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Tier]:
     folder = tmp_path
+    if request.param.startswith("python-"):
+        monkeypatch.setattr(native_blocks, "library", None)
     if request.param == "memory-disk":
         if not Path("/dev/shm").is_dir():
             pytest.skip("no /dev/shm: no tmpfs to test buffered I/O on")
         folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    tier = make_tier(request.param, folder)
+    tier = make_tier(request.param.removeprefix("python-"), folder)
     yield tier
     tier.close()
     if request.param == "memory-disk":

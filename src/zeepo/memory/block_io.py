@@ -4,30 +4,26 @@ Invariant: a block's checksum is taken from the bytes as they are sent to the fi
 completes only after every block it brought back has the checksum of its last write. Memory that is
 aligned as the file demands moves without a copy; the rest (unaligned memory, blocks with gaps, an
 end that is not a whole page) goes through this thread's staging buffer, a block at a time.
+
+`NativeBlocks` does that in C, `PythonBlocks` where nothing was compiled.
 """
 
 import ctypes
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
 from zeepo.errors import CorruptionError
+from zeepo.memory import native_blocks
 from zeepo.memory.files import ScratchFile
 from zeepo.memory.mapping import Mapping, round_up
+from zeepo.memory.native_blocks import FILE_ENDED, WRONG_CHECKSUM, NativePart
 from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Describe, Extent, Piece, assemble
 from zeepo.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PartPlan:
-    """Blocks of an extent that lie one after the other in one file."""
-
-    file: ScratchFile
-    offset: int
-    blocks: tuple[int, ...]
 
 
 class DiskExtent(Extent):
@@ -39,7 +35,7 @@ class DiskExtent(Extent):
         super().__init__(label, nbytes, describe)
         self.block_bytes = block_bytes
         self.num_blocks = -(-nbytes // block_bytes)
-        self.checksums = [0] * self.num_blocks
+        self.checksums = array("Q", bytes(8 * self.num_blocks))
         self.regions: list[tuple[int, int]] = []
         """Per directory the offset and length of this extent's region in its file."""
         self.parts: list[PartPlan] = []
@@ -49,43 +45,131 @@ class DiskExtent(Extent):
         return low, min(low + self.block_bytes, self.nbytes)
 
 
-class BlockIO:
+class PartPlan:
+    """Blocks of an extent that lie one after the other in one file."""
+
+    __slots__ = ("blocks", "file", "native", "nbytes", "offset")
+
+    def __init__(
+        self, extent: DiskExtent, file: ScratchFile, offset: int, blocks: Sequence[int]
+    ) -> None:
+        self.file = file
+        self.offset = offset
+        self.blocks = array("q", blocks)
+        ranges = [extent.block_range(block) for block in blocks]
+        self.nbytes = sum(high - low for low, high in ranges)
+        self.native = NativePart(
+            fd=file.fd,
+            alignment=file.alignment_bytes,
+            offset=offset,
+            block_bytes=extent.block_bytes,
+            nbytes=extent.nbytes,
+            num_blocks=len(blocks),
+            blocks=self.blocks.buffer_info()[0],
+            checksums=extent.checksums.buffer_info()[0],
+        )
+
+    def place(self, extent: DiskExtent, index: int) -> tuple[int, int]:
+        """Where the part's block of this index is in the file, and its length."""
+        low, high = extent.block_range(self.blocks[index])
+        return self.offset + index * extent.block_bytes, high - low
+
+
+class Sources:
+    """What is written: sorted pieces, and the same as C wants them."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+        self.native = native_blocks.native_pieces(pieces)
+
+
+class BlockIO(Protocol):
     """Runs parts; one staging buffer per thread, with room for one block."""
 
-    def __init__(self, block_bytes: int, staging: Sequence[Buffer | Mapping]) -> None:
-        self._block_bytes = block_bytes
+    def write_part(
+        self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
+    ) -> None: ...
+
+    def read_part(
+        self,
+        extent: DiskExtent,
+        part: PartPlan,
+        target: memoryview,
+        target_address: int,
+        thread_index: int,
+    ) -> None: ...
+
+
+def block_io(staging: Sequence[Buffer | Mapping]) -> BlockIO:
+    if native_blocks.library is None:
+        return PythonBlocks(staging)
+    return NativeBlocks(native_blocks.library, staging)
+
+
+class NativeBlocks:
+    def __init__(self, native: ctypes.CDLL, staging: Sequence[Buffer | Mapping]) -> None:
+        self._native = native
+        self._staging = [buffer.address for buffer in staging]
+
+    def write_part(
+        self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
+    ) -> None:
+        staging = self._staging[thread_index]
+        done, failure = native_blocks.write_blocks(
+            self._native, part.native, sources.native, staging
+        )
+        if done < len(part.blocks):
+            raise part.file.write_error(failure, *part.place(extent, done))
+
+    def read_part(
+        self,
+        extent: DiskExtent,
+        part: PartPlan,
+        target: memoryview,
+        target_address: int,
+        thread_index: int,
+    ) -> None:
+        staging = self._staging[thread_index]
+        done, failure = native_blocks.read_blocks(
+            self._native, part.native, target_address, staging
+        )
+        if done == len(part.blocks):
+            return
+        if failure == WRONG_CHECKSUM:
+            raise _corruption(extent, part, done)
+        if failure == FILE_ENDED:
+            raise part.file.end_error(*part.place(extent, done))
+        raise part.file.read_error(failure, *part.place(extent, done))
+
+
+class PythonBlocks:
+    def __init__(self, staging: Sequence[Buffer | Mapping]) -> None:
         self._staging = [(buffer.memory, buffer.address) for buffer in staging]
 
     def write_part(
-        self, extent: DiskExtent, part: PartPlan, pieces: Sequence[Piece], thread_index: int
+        self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
     ) -> None:
         staging, staging_address = self._staging[thread_index]
         alignment = part.file.alignment_bytes
-        sources: list[memoryview] = []
-        offset, is_staging_used = part.offset, False
         for i, block in enumerate(part.blocks):
             low, high = extent.block_range(block)
-            piece = _covering(pieces, low, high)
-            direct_bytes = 0
+            piece = _covering(sources.pieces, low, high)
+            direct_bytes, parts = 0, []
             if piece is not None and (piece.address + low - piece.low) % alignment == 0:
                 direct_bytes = (high - low) // alignment * alignment
             staged_bytes = high - low - direct_bytes
-            if staged_bytes and is_staging_used:
-                part.file.write(offset, sources)
-                sources, offset = [], part.offset + i * self._block_bytes
             if piece is not None and direct_bytes:
                 source = piece.memory[low - piece.low : high - piece.low]
                 extent.checksums[block] = xxh3_64_intdigest(source)
-                sources.append(source[:direct_bytes])
+                parts.append(source[:direct_bytes])
             if staged_bytes:
-                is_staging_used = True
                 padded_bytes = round_up(staged_bytes, alignment)
-                assemble(pieces, low + direct_bytes, high, staging_address)
+                assemble(sources.pieces, low + direct_bytes, high, staging_address)
                 ctypes.memset(staging_address + staged_bytes, 0, padded_bytes - staged_bytes)
                 if not direct_bytes:
                     extent.checksums[block] = xxh3_64_intdigest(staging[:staged_bytes])
-                sources.append(staging[:padded_bytes])
-        part.file.write(offset, sources)
+                parts.append(staging[:padded_bytes])
+            part.file.write(part.offset + i * extent.block_bytes, parts)
 
     def read_part(
         self,
@@ -97,39 +181,33 @@ class BlockIO:
     ) -> None:
         staging, staging_address = self._staging[thread_index]
         alignment = part.file.alignment_bytes
-        targets: list[memoryview] = []
-        offset, from_staging = part.offset, (0, 0)
         for i, block in enumerate(part.blocks):
             low, high = extent.block_range(block)
-            direct_bytes = 0
+            direct_bytes, parts = 0, []
             if (target_address + low) % alignment == 0:
                 direct_bytes = (high - low) // alignment * alignment
             staged_bytes = high - low - direct_bytes
-            if staged_bytes and from_staging[1]:
-                part.file.read(offset, targets)
-                ctypes.memmove(from_staging[0], staging_address, from_staging[1])
-                targets, offset = [], part.offset + i * self._block_bytes
             if direct_bytes:
-                targets.append(target[low : low + direct_bytes])
+                parts.append(target[low : low + direct_bytes])
             if staged_bytes:
-                targets.append(staging[: round_up(staged_bytes, alignment)])
-                from_staging = (target_address + low + direct_bytes, staged_bytes)
-        part.file.read(offset, targets)
-        ctypes.memmove(from_staging[0], staging_address, from_staging[1])
-        for i, block in enumerate(part.blocks):
-            low, high = extent.block_range(block)
+                parts.append(staging[: round_up(staged_bytes, alignment)])
+            part.file.read(part.offset + i * extent.block_bytes, parts)
+            if staged_bytes:
+                staged_at = target_address + low + direct_bytes
+                ctypes.memmove(staged_at, staging_address, staged_bytes)
             if xxh3_64_intdigest(target[low:high]) != extent.checksums[block]:
-                raise self._corruption(extent, part, i)
+                raise _corruption(extent, part, i)
 
-    def _corruption(self, extent: DiskExtent, part: PartPlan, index: int) -> CorruptionError:
-        low, high = extent.block_range(part.blocks[index])
-        offset = part.offset + index * self._block_bytes
-        return CorruptionError(
-            f"{extent.name_range(low, high)} came back wrong from disk: its bytes {low} to {high} "
-            f"({format_bytes(high - low)} at offset {offset} of {part.file.path}) do not have the "
-            f"checksum they were written with. Check the disk (dmesg, smartctl), use another "
-            f"directory, and resume from the last checkpoint."
-        )
+
+def _corruption(extent: DiskExtent, part: PartPlan, index: int) -> CorruptionError:
+    low, high = extent.block_range(part.blocks[index])
+    offset, _ = part.place(extent, index)
+    return CorruptionError(
+        f"{extent.name_range(low, high)} came back wrong from disk: its bytes {low} to {high} "
+        f"({format_bytes(high - low)} at offset {offset} of {part.file.path}) do not have the "
+        f"checksum they were written with. Check the disk (dmesg, smartctl), use another "
+        f"directory, and resume from the last checkpoint."
+    )
 
 
 def _covering(pieces: Sequence[Piece], low: int, high: int) -> Piece | None:

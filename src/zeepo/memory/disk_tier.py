@@ -18,20 +18,18 @@ from functools import partial
 from pathlib import Path
 
 from zeepo.errors import DiskError, InternalError
-from zeepo.memory.block_io import BlockIO, DiskExtent, PartPlan
+from zeepo.memory.block_io import DiskExtent, PartPlan, Sources, block_io
 from zeepo.memory.disk_directory import DiskDirectory
 from zeepo.memory.mapping import PAGE_BYTES, Mapping, address_of, round_up
 from zeepo.memory.pool import Buffer, BufferPool
 from zeepo.memory.striping import StripePattern
-from zeepo.memory.tier import Describe, Extent, Piece, check_live, check_pieces, check_target
+from zeepo.memory.tier import Describe, Extent, check_live, check_pieces, check_target
 from zeepo.memory.transfers import TransferQueue
 from zeepo.units import enough_bytes, format_bytes
 
 PART_BYTES = 8 << 20
 """A transfer is cut in parts of about this size, so that one extent keeps every thread busy. Every
 part takes the interpreter's lock from the training thread for a moment: rather few."""
-MOST_BLOCKS = 512
-"""In a part: the system takes 1024 pieces of memory at once, and a block may be two."""
 
 
 class DiskTier:
@@ -60,7 +58,7 @@ class DiskTier:
             raise InternalError(f"{len(directories)} directories with weights {weights}")
         self.limit_bytes = limit_bytes
         self.block_bytes = block_bytes
-        self._blocks_per_part = min(MOST_BLOCKS, max(1, PART_BYTES // block_bytes))
+        self._blocks_per_part = max(1, PART_BYTES // block_bytes)
         self.staging_bytes = num_threads * block_bytes
         self._changed = threading.Condition()
         self._used_bytes = 0
@@ -84,7 +82,7 @@ class DiskTier:
             self._release_staging(staging)
             raise
         self._staging = staging
-        self._block_io = BlockIO(block_bytes, staging)
+        self._block_io = block_io(staging)
         self._queue = TransferQueue("disk", num_threads)
         self._finalizer = weakref.finalize(
             self, _close_all, os.getpid(), self._queue, self.directories
@@ -128,8 +126,8 @@ class DiskTier:
 
     def write(self, extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> Future[None]:
         own = _own(extent)
-        checked = check_pieces(own, pieces)
-        parts = [partial(self._write_part, own, part, checked) for part in own.parts]
+        sources = Sources(check_pieces(own, pieces))
+        parts = [partial(self._write_part, own, part, sources) for part in own.parts]
         future = self._queue.submit(own.lane, parts, exclusive=True)
         own.num_writes += 1
         return future
@@ -228,8 +226,9 @@ class DiskTier:
             self.directories, extent.regions, blocks_of, strict=True
         ):
             for slot in range(0, len(blocks), self._blocks_per_part):
-                run = tuple(blocks[slot : slot + self._blocks_per_part])
-                parts.append(PartPlan(directory.file, offset + slot * self.block_bytes, run))
+                run = blocks[slot : slot + self._blocks_per_part]
+                at = offset + slot * self.block_bytes
+                parts.append(PartPlan(extent, directory.file, at, run))
         return sorted(parts, key=lambda part: part.blocks[0])
 
     def _give_back(self, extent: DiskExtent) -> None:
@@ -241,11 +240,11 @@ class DiskTier:
             self._changed.notify_all()
 
     def _write_part(
-        self, extent: DiskExtent, part: PartPlan, pieces: list[Piece], thread_index: int
+        self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
     ) -> None:
-        self._block_io.write_part(extent, part, pieces, thread_index)
+        self._block_io.write_part(extent, part, sources, thread_index)
         with self._changed:
-            self._bytes_written += _part_bytes(extent, part)
+            self._bytes_written += part.nbytes
 
     def _read_part(
         self,
@@ -257,12 +256,7 @@ class DiskTier:
     ) -> None:
         self._block_io.read_part(extent, part, target, target_address, thread_index)
         with self._changed:
-            self._bytes_read += _part_bytes(extent, part)
-
-
-def _part_bytes(extent: DiskExtent, part: PartPlan) -> int:
-    ranges = (extent.block_range(block) for block in part.blocks)
-    return sum(high - low for low, high in ranges)
+            self._bytes_read += part.nbytes
 
 
 def _close_all(

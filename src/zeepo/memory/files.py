@@ -58,7 +58,7 @@ class ScratchFile:
         self.alignment_bytes = PAGE_BYTES if direct else 1
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+            self.fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
         except OSError as error:
             raise disk_error(f"open {path}", path, error) from error
 
@@ -69,16 +69,11 @@ class ScratchFile:
         position = offset
         while left:
             try:
-                count = os.preadv(self._fd, left, position)
+                count = os.preadv(self.fd, left, position)
             except OSError as error:
-                what = f"read {format_bytes(wanted_bytes)} at offset {offset} of {self.path}"
-                raise disk_error(what, self.path, error) from error
+                raise self.read_error(error.errno or 0, offset, wanted_bytes) from error
             if count == 0:
-                raise CorruptionError(
-                    f"{self.path} ends at {position} bytes, but {format_bytes(wanted_bytes)} were "
-                    f"written at offset {offset}: the file was truncated. Something else changed "
-                    f"zeepo's scratch file; resume from the last checkpoint."
-                )
+                raise self.end_error(offset, wanted_bytes)
             position += count
             left = _after(left, count)
 
@@ -89,23 +84,41 @@ class ScratchFile:
         position = offset
         while left:
             try:
-                count = os.pwritev(self._fd, left, position)
+                count = os.pwritev(self.fd, left, position)
                 if count == 0:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
-                what = f"write {format_bytes(wanted_bytes)} at offset {offset} of {self.path}"
-                raise disk_error(what, self.path, error) from error
+                raise self.write_error(error.errno or 0, offset, wanted_bytes) from error
             position += count
             left = _after(left, count)
+
+    def read_error(self, number: int, offset: int, nbytes: int) -> DiskError:
+        """What to say when the system answered a read with errno `number`."""
+        return self._transfer_error("read", number, offset, nbytes)
+
+    def write_error(self, number: int, offset: int, nbytes: int) -> DiskError:
+        return self._transfer_error("write", number, offset, nbytes)
+
+    def _transfer_error(self, verb: str, number: int, offset: int, nbytes: int) -> DiskError:
+        what = f"{verb} {format_bytes(nbytes)} at offset {offset} of {self.path}"
+        return disk_error(what, self.path, OSError(number, os.strerror(number)))
+
+    def end_error(self, offset: int, nbytes: int) -> CorruptionError:
+        """What to say when the file ended before what was read."""
+        return CorruptionError(
+            f"{self.path} ends at {os.fstat(self.fd).st_size} bytes, but {format_bytes(nbytes)} "
+            f"were written at offset {offset}: the file was truncated. Something else changed "
+            f"zeepo's scratch file; resume from the last checkpoint."
+        )
 
     def punch(self, start: int, stop: int) -> bool:
         """Give [start, stop) back to the file system; False if it cannot do that."""
         length = ctypes.c_int64(stop - start)
         mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-        return bool(_LIBC.fallocate64(self._fd, mode, ctypes.c_int64(start), length) == 0)
+        return bool(_LIBC.fallocate64(self.fd, mode, ctypes.c_int64(start), length) == 0)
 
     def flush(self) -> None:
-        os.fdatasync(self._fd)
+        os.fdatasync(self.fd)
 
     def leave_cache(self) -> None:
         """Have everything written on disk and out of the page cache, which counts as memory."""
@@ -113,21 +126,21 @@ class ScratchFile:
             return
         try:
             self.flush()
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise disk_error(f"flush {self.path}", self.path, error) from error
 
     def map_privately(self, nbytes: int) -> "ctypes.Array[ctypes.c_char]":
         """The first `nbytes` as writable memory; what is written there never reaches the file."""
         try:
-            return map_file(self._fd, nbytes)
+            return map_file(self.fd, nbytes)
         except OSError as error:
             raise disk_error(f"map {self.path}", self.path, error) from error
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
