@@ -7,7 +7,8 @@ disk. Its compute alone is measured on its layers in memory, in a process of its
 after: one block (forward, recomputed forward, backward, fused AdamW) times their number, and
 embedding, head and loss. The step is held against that, and exposed time is what it takes beyond
 its largest part alone, as in practicality.py. With --peers plain PyTorch, FSDP2 and DeepSpeed try
-to take two steps, each in a memory cgroup that has all the memory there is.
+to take two steps, each in a memory cgroup: once with as much as zeepo's `ram`, once with all the
+memory there is.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeepo
 from zeepo.planner.machine import machine_available_bytes, peak_resident_growth_bytes
+from zeepo.units import parse_bytes
 
 LARGE = GPTConfig(num_layers=24, width=2048, num_heads=16, sequence=512, checkpointing=True)
 SHORT = GPTConfig(num_layers=4, width=256, num_heads=4, sequence=64, checkpointing=True)
@@ -40,6 +42,7 @@ GOAL = 1.25
 NUM_WARM_UP = 2
 """Steps: the first makes the states, the second has no forecast of its own yet."""
 LEFT_TO_SYSTEM_BYTES = 1 << 30
+SAME, ALL = "peers given the same", "peers given all memory"
 
 
 @dataclass(frozen=True)
@@ -155,18 +158,26 @@ def _train(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, 
 
 
 def try_peers(model: Model, disk: str, report: dict[str, Any], path: Path) -> None:
-    """Whether others can start, given all the memory there is; written as it is found, and what is
-    known already is not tried again."""
+    """Whether others can start, given zeepo's `ram`, and given all the memory there is; written as
+    it is found, and what is known already is not tried again."""
     everything = (machine_available_bytes() or 0) - LEFT_TO_SYSTEM_BYTES
-    found = report.setdefault("peers", {"given_bytes": everything})
-    for engine in ("plain", "fsdp2", "deepspeed3-cpu", "deepspeed3-nvme"):
-        for configuration in ONE_RANK[engine]:
-            if configuration.label in found:
-                continue
-            facts = attempt(configuration, model, everything, disk, 1200.0)  # type: ignore[arg-type]
-            found[configuration.label] = facts
-            reporting.write(report, path)
-            print(f"{configuration.label}: {facts['outcome']}", flush=True)
+    for key, given_bytes in ((SAME, parse_bytes(report["ram"])), (ALL, everything)):
+        found = report.setdefault(key, {})
+        for engine in ("plain", "fsdp2", "deepspeed3-cpu", "deepspeed3-nvme"):
+            for configuration in ONE_RANK[engine]:
+                if configuration.label in found:
+                    continue
+                facts = attempt(configuration, model, given_bytes, disk, 1200.0)  # type: ignore[arg-type]
+                found[configuration.label] = facts
+                reporting.write(report, path)
+                print(_told(key, configuration.label, facts), flush=True)
+
+
+def _told(key: str, label: str, facts: Mapping[str, Any]) -> str:
+    seconds = facts.get("step_seconds")
+    pace = f", {seconds[-1]:.1f} s a step" if seconds else ""
+    peak = f"at most {facts['peak_bytes'] / 2**30:.1f} GiB"
+    return f"{key}: {label}: {facts['outcome']} ({peak}{pace})"
 
 
 # -- the figure ------------------------------------------------------------------------------------
@@ -247,9 +258,9 @@ def _show(report: Mapping[str, Any], path: Path) -> None:
         "GB written", "exposed",
     )  # fmt: skip
     reporting.print_table(str(report["question"]), heads, [row])
-    for label, facts in report.get("peers", {}).items():
-        if isinstance(facts, dict):
-            print(f"{label}: {facts['outcome']}")
+    for key in (SAME, ALL):
+        for label, facts in report.get(key, {}).items():
+            print(_told(key, label, facts))
     _plot(report, path)
 
 

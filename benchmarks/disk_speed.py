@@ -31,7 +31,7 @@ from typing import Any
 
 import reporting
 
-from zeepo.memory import block_io, disk_tier
+from zeepo.memory import disk_tier
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
@@ -134,13 +134,12 @@ class TierWay:
     num_in_flight: int = 4
     num_threads: int | None = None
     part_bytes: int | None = None
-    checksums: bool = True
 
     def __str__(self) -> str:
         found = [f"chunks of {self.chunk_bytes // MiB} MiB, {self.num_in_flight} in flight"]
         found += [f"{self.num_threads} threads"] * (self.num_threads is not None)
         found += [f"parts of {(self.part_bytes or 0) // MiB} MiB"] * (self.part_bytes is not None)
-        return ", ".join(found) + ("" if self.checksums else ", no checksums")
+        return ", ".join(found)
 
 
 class TierRun:
@@ -160,26 +159,14 @@ class TierRun:
         for buffer in self.buffers:
             for low in range(0, way.chunk_bytes, MiB):
                 buffer.memory[low : low + MiB] = noise
-        with self._as_told():
-            for extent in self.extents:
-                self.tier.write(extent, [(0, self.buffers[0].memory)]).result()
+        for extent in self.extents:
+            self.tier.write(extent, [(0, self.buffers[0].memory)]).result()
 
     def _num(self) -> int:
         return 2 * self.way.num_in_flight  # both directions at once have their own
 
     def close(self) -> None:
         self.tier.close()
-
-    @contextmanager
-    def _as_told(self) -> Iterator[None]:
-        """With checksums or without: the tier has no such switch."""
-        kept = block_io.xxh3_64_intdigest
-        if not self.way.checksums:
-            block_io.xxh3_64_intdigest = lambda view: 0
-        try:
-            yield
-        finally:
-            block_io.xxh3_64_intdigest = kept
 
     def _start(self, direction: str, number: int, buffer: Any) -> Future[None]:
         if direction == BOTH:
@@ -191,10 +178,6 @@ class TierRun:
 
     def bytes_per_second(self, direction: str, seconds: float) -> tuple[float, float]:
         """As many requests as there is time for; and the CPUs taken."""
-        with self._as_told():
-            return self._measure(direction, seconds)
-
-    def _measure(self, direction: str, seconds: float) -> tuple[float, float]:
         num_in_flight = self.way.num_in_flight * (2 if direction == BOTH else 1)
         under_way: list[Future[None] | None] = [None] * num_in_flight
         cpu_started, started = time.process_time(), time.perf_counter()
@@ -303,7 +286,6 @@ def sweep(directory: Path, size_bytes: int, seconds: float) -> dict[str, Any]:
         *(TierWay(num_threads=3, part_bytes=nbytes * MiB) for nbytes in (2, 8, 16)),
         *(TierWay(chunk_bytes=nbytes * MiB) for nbytes in (16, 64)),
         TierWay(num_in_flight=1),
-        *(TierWay(num_threads=threads, checksums=False) for threads in (1, 2, 4)),
     ]
     found: dict[str, Any] = {}
     for way in ways:

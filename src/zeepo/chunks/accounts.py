@@ -57,8 +57,7 @@ def movable_in_step(
         Movable(
             c.key,
             c.layout.nbytes,
-            visits[c.key][0] + (c.version != versions.get(c.key)),
-            visits[c.key][1],
+            (*visits[c.key], *[trace.last_use(c.key)] * (c.version != versions.get(c.key))),
         )
         for c in chunks
         if c.key in visits and c.home is not None and c.kind is not Kind.GRAD

@@ -304,6 +304,12 @@ class Moves:
         finally:
             self.counters.seconds_waited += time.perf_counter() - started
 
+    def note_use(self, chunks: Sequence[Chunk]) -> bool:
+        """Tell the trace, by a clock that stands still while training waits; whether that is new
+        to it."""
+        now = time.perf_counter() - self.counters.seconds_waited
+        return sum(self.trace.access(c.key, now) for c in chunks if c.is_used_by_lease) > 0
+
     @staticmethod
     def finish_quietly(future: Future[None]) -> None:
         """Let a transfer end, whatever its outcome: its memory must not be reused before."""

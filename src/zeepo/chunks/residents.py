@@ -3,8 +3,11 @@
 To keep what was used last saves a read where the direction of a step turns. To keep the same chunks
 all the time saves every one of their transfers, the write of what an update changed among them: a
 parameter's two reads and a write, a state's one and one. So the room that no moment of a step needs
-is given to a fixed set of chunks: those with the most transfers first, spread evenly over the step,
-so that reading and writing never come in a burst.
+is given to a fixed set of chunks. Transfers that come in a burst are what training waits for (the
+update of an embedding moves as much as ten layers and computes little), while few bytes a second go
+unnoticed. So the set is chosen to make the sum of the squares of what moves in each slice of the
+step small: first where the most moves, of two chunks there the one with more transfers, and where
+all is level, evenly.
 
 How much room that is comes from the last step: what its worst moment left of the limit beside what
 was leased, less room for what is on its way. When a chunk of the set had to leave all the same, the
@@ -14,12 +17,13 @@ set gets smaller by as much.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
-USUAL_ON_THEIR_WAY = 12
+USUAL_ON_THEIR_WAY = 8
 """Room that is left to reading ahead and writing behind: so many chunks of the usual size..."""
 WEIGHTY_ON_THEIR_WAY = 4
 """...or so many of the size that half of all bytes are in, where few chunks are most of them."""
@@ -31,6 +35,8 @@ WORTH_CHANGING = 1 / 16
 """The set changes when its room did by at least this part of the limit..."""
 REGRET = 15 / 16
 """...and how much of what it was too large by is still held against it a step later."""
+SLICES = 64
+"""A step is looked at in so many parts of the same duration."""
 GOLDEN = 0.6180339887498949
 
 
@@ -40,10 +46,8 @@ class Movable:
 
     key: int
     nbytes: int
-    num_transfers: int
-    """How often it moves in a step when it does not stay."""
-    position: int
-    """Its first use in the step."""
+    moments: tuple[float, ...]
+    """When it moves, if it does not stay: seconds into the step, without time that was waited."""
 
 
 class Residents:
@@ -106,12 +110,38 @@ class Residents:
 
 
 def choose(known: Iterable[Movable], room_bytes: int, largest_bytes: int) -> frozenset[int]:
-    """Chunks of at most `room_bytes`: the more transfers the better, spread over the step."""
+    """Chunks of at most `room_bytes`, so that what still moves is as level as it can be."""
+    ordered = sorted(known, key=lambda c: (c.moments[0], c.key))
+    slices = _slices_of(ordered)
+    moving = Counter[int]()
+    for chunk in ordered:
+        for index in slices[chunk.key]:
+            moving[index] += chunk.nbytes
+
+    def worth(chunk: Movable) -> int:
+        return sum(moving[index] for index in slices[chunk.key])
+
+    # What moves gets less with every choice, so a chunk's worth only falls: the one on top is the
+    # best of all if it is still worth what it was.
+    heap = [(-worth(c), n * GOLDEN % 1, n) for n, c in enumerate(ordered)]
+    heapify(heap)
     chosen: set[int] = set()
-    ordered = sorted(known, key=lambda c: (c.position, c.key))
-    spread = {chunk.key: index * GOLDEN % 1 for index, chunk in enumerate(ordered)}
-    for chunk in sorted(ordered, key=lambda c: (-c.num_transfers, spread[c.key])):
-        if chunk.nbytes <= min(room_bytes, largest_bytes):
-            chosen.add(chunk.key)
-            room_bytes -= chunk.nbytes
+    while heap:
+        known_worth, place, number = heappop(heap)
+        chunk = ordered[number]
+        if chunk.nbytes > min(room_bytes, largest_bytes):
+            continue
+        if -known_worth > worth(chunk):
+            heappush(heap, (-worth(chunk), place, number))
+            continue
+        chosen.add(chunk.key)
+        room_bytes -= chunk.nbytes
+        for index in slices[chunk.key]:
+            moving[index] -= chunk.nbytes
     return frozenset(chosen)
+
+
+def _slices_of(known: Sequence[Movable]) -> dict[int, list[int]]:
+    """In which slices of the step each chunk moves."""
+    end = max((max(c.moments) for c in known), default=0.0) or 1.0
+    return {c.key: [min(SLICES - 1, int(SLICES * m / end)) for m in c.moments] for c in known}

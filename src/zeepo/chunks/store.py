@@ -245,7 +245,7 @@ class ChunkStore:
                     self.moves.start_fetch(chunk)
                 for chunk in chunks:
                     self.moves.finish_fetch(chunk)
-                if sum(self.trace.access(c.key) for c in chunks if c.is_used_by_lease):
+                if self.moves.note_use(chunks):
                     self.foresight.let_copies_go()
                     self.read_ahead(chunks)
             except BaseException:

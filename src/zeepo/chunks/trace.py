@@ -1,6 +1,7 @@
 """What one step did, as a forecast of what the next one will do. Pure.
 
-A trace is the sequence of chunks accessed in a step (the same chunk twice in a row counts once).
+A trace is the sequence of chunks accessed in a step (the same chunk twice in a row counts once),
+and when that was.
 The last step's sequence is the forecast; every access moves a cursor through it. When the program
 takes another way (an early exit, a dropped layer, an evaluation between steps) the cursor is set
 anew to the place whose recent past resembles ours most. A wrong forecast costs time, never a
@@ -26,14 +27,19 @@ class Trace:
         self._positions: dict[int, list[int]] = {}
         self._cursor = 0
         self._recording: list[int] = []
+        self._seconds: list[float] = []
+        """When the accesses of the forecast were, from the first on..."""
+        self._recorded_seconds: list[float] = []
+        """...and those of the recording, on the caller's clock."""
 
-    def access(self, key: int) -> bool:
-        """Note an access. True when it is a new one (not a repetition of the last)."""
+    def access(self, key: int, seconds: float = 0.0) -> bool:
+        """Note an access at that time. True when it is a new one, not a repetition of the last."""
         if self._recording and self._recording[-1] == key:
             return False
         if len(self._recording) >= MAX_RECORDED:
             self.end_step()
         self._recording.append(key)
+        self._recorded_seconds.append(seconds)
         if self._cursor < len(self._forecast) and self._forecast[self._cursor] == key:
             self._cursor += 1
         else:
@@ -45,6 +51,9 @@ class Trace:
         if not self._recording:
             return
         self._forecast = self._recording
+        first = self._recorded_seconds[0]
+        self._seconds = [seconds - first for seconds in self._recorded_seconds]
+        self._recorded_seconds = []
         self._positions = {}
         for position, key in enumerate(self._forecast):
             self._positions.setdefault(key, []).append(position)
@@ -71,15 +80,20 @@ class Trace:
             seen.setdefault(key)
         return list(seen)
 
-    def visits(self, apart: int) -> dict[int, tuple[int, int]]:
-        """How often a step comes to each chunk, uses less than `apart` accesses from each other
-        being one visit, and where it first does."""
+    def visits(self, apart: int) -> dict[int, list[float]]:
+        """When a step comes to each chunk, uses less than `apart` accesses from each other being
+        one visit."""
         length = len(self._forecast)
-        found: dict[int, tuple[int, int]] = {}
+        found: dict[int, list[float]] = {}
         for key, positions in self._positions.items():
-            gaps = [b - a for a, b in pairwise([*positions, positions[0] + length])]
-            found[key] = max(1, sum(gap >= apart for gap in gaps)), positions[0]
+            before = [positions[-1] - length, *positions]
+            arrivals = [b for a, b in pairwise(before) if b - a >= apart] or positions[:1]
+            found[key] = [self._seconds[position] for position in arrivals]
         return found
+
+    def last_use(self, key: int) -> float:
+        """When a step is done with a chunk."""
+        return self._seconds[self._positions[key][-1]]
 
     def first_use_order(self) -> dict[int, int]:
         """Rank of each chunk by its first access in a step: the order the next step needs them."""

@@ -207,13 +207,15 @@ def bytes_of_model(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     return sum(t.numel() * t.element_size() for t in tensors) + sum(m.held_bytes for m in lazies)
 
 
-def find_all_units(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Unit]:
+def find_all_units(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], largest_bytes: int
+) -> list[Unit]:
     """The units of all models, and a unit for each parameter that only an optimizer knows."""
     taken: set[int] = set()
     units: list[Unit] = []
     for number, model in enumerate(models):
         name = "" if len(models) == 1 else f"model{number}"
-        units.extend(find_units(name, model, taken))
+        units.extend(find_units(name, model, taken, largest_bytes))
     units.extend(Unit(name, ((name, p),)) for name, p in loose_parameters(optimizers, taken))
     return units
 

@@ -58,7 +58,7 @@ from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.reclaimable import ReclaimableSpace
 from zeepo.planner.plan import Plan
-from zeepo.planner.units import Unit
+from zeepo.planner.units import Unit, largest_unit_bytes
 
 
 class Session:
@@ -88,8 +88,9 @@ class Session:
     def _open(self, options: Options) -> None:
         """Plan, refuse what cannot be, take everything over; on failure nothing is changed."""
         refuse_unmanageable(self._models, self._optimizers)
-        units = find_all_units(self._models, self._optimizers)
         team = join_team(options.ram)
+        largest_bytes = largest_unit_bytes(options.ram, team.num_ranks)
+        units = find_all_units(self._models, self._optimizers, largest_bytes)
         self._allowance = Allowance(self._models, self._optimizers, units, options, team)
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)

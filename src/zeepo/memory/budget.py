@@ -32,6 +32,8 @@ SLOW_TO_RISE = 64
 again for the next layer, and memory that goes to and fro is cleared by the system each time."""
 RISES_KEPT = 8
 """Steps that a rise is remembered for: not every batch is the largest."""
+STEPS_TO_GO_BY = 2
+"""What was foretold counts until so many steps have shown what is true: the first makes states."""
 LEDGER_SLACK_SHARE = 1 / 8
 """Of `ram`, the most that the ledger leaves free for what torch takes between two looks..."""
 SPILL_SLACK_SHARE = 1 / 4
@@ -66,7 +68,9 @@ class RamBudget:
         self._floor_bytes = floor_bytes
         """Always the ledger's, however much torch takes: little, so that small sessions go on."""
         self._slack_bytes = min(FIRST_SLACK_BYTES, int(LEDGER_SLACK_SHARE * ram_bytes))
-        self._recent_rises = deque([self._slack_bytes], RISES_KEPT)
+        self._recent_rises: deque[int] = deque(maxlen=RISES_KEPT)
+        self._first_slack_bytes = self._slack_bytes
+        """Until there are steps to go by."""
         self._foretold_bytes = 0
         self._rise_bytes = 0
         """The most that torch took between two looks, in this step."""
@@ -124,13 +128,15 @@ class RamBudget:
     def prepare_for(self, rise_bytes: int) -> None:
         """Torch is foretold to take so much between two looks."""
         self._foretold_bytes = rise_bytes
-        self._recent_rises = deque([rise_bytes], RISES_KEPT)
-        self._slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
+        self._recent_rises.clear()
+        self._slack_bytes = self._first_slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
 
     def end_step(self) -> None:
         """What the last steps showed is what the next is prepared for."""
         self._recent_rises.append(self._rise_bytes)
         self._slack_bytes = max(LEAST_SLACK_BYTES, *self._recent_rises)
+        if len(self._recent_rises) < STEPS_TO_GO_BY:
+            self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
         self._rise_bytes = 0
 
     def _read(self) -> int:

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from torch import nn
 
 LARGEST_UNIT_BYTES = 32 << 20
+"""In a small budget, and among ranks, whose budgets may differ and whose units may not..."""
+LARGEST_OF_ALL_BYTES = 128 << 20
+SHARE_OF_RAM = 24
+"""...and in a large one so many fit into it, which leaves room for all that goes on at once. A unit
+costs Python whatever its size."""
 SHARE_OF_MODEL = 8
 """No unit is larger than this fraction of the model, so that there is something to move."""
 
@@ -45,11 +50,24 @@ def _has_repeated_blocks(module: nn.Module) -> bool:
     return False
 
 
-def find_units(name: str, model: nn.Module, taken: set[int] | None = None) -> list[Unit]:
+def largest_unit_bytes(ram: int | None, num_ranks: int) -> int:
+    """How large a unit may be in a session with that budget."""
+    if ram is None or num_ranks > 1:
+        return LARGEST_UNIT_BYTES
+    return max(LARGEST_UNIT_BYTES, min(ram // SHARE_OF_RAM, LARGEST_OF_ALL_BYTES))
+
+
+def find_units(
+    name: str,
+    model: nn.Module,
+    taken: set[int] | None = None,
+    largest_bytes: int | None = None,
+) -> list[Unit]:
     """The units of a model, in the order of its module tree."""
     seen = set() if taken is None else taken
+    largest_bytes = largest_bytes or LARGEST_UNIT_BYTES
     unique = {id(p): p for p in model.parameters() if id(p) not in seen}
-    limit = min(LARGEST_UNIT_BYTES, max(1, _own_bytes(unique.values()) // SHARE_OF_MODEL))
+    limit = min(largest_bytes, max(1, _own_bytes(unique.values()) // SHARE_OF_MODEL))
     units: list[Unit] = []
 
     def add(unit_name: str, parameters: list[tuple[str, nn.Parameter]]) -> None:
@@ -58,7 +76,7 @@ def find_units(name: str, model: nn.Module, taken: set[int] | None = None) -> li
             if id(p) not in seen:  # neighbours may share one
                 seen.add(id(p))
                 fresh.append((n, p))
-        large = [_own_bytes([p]) > LARGEST_UNIT_BYTES for _, p in fresh]
+        large = [_own_bytes([p]) > largest_bytes for _, p in fresh]
         small = tuple(item for item, is_large in zip(fresh, large, strict=True) if not is_large)
         if small:
             units.append(Unit(unit_name, small))
