@@ -1,6 +1,5 @@
-/* Reads and writes the blocks of one part of an extent and checks them, one block after the other,
- * so that a block's checksum is taken while it is in the cache. Plain C, called through ctypes
- * (src/zeepo/memory/native_blocks.py), which lets go of the interpreter's lock meanwhile.
+/* Reads and writes the blocks of one part of an extent and checks them. Plain C, called through
+ * ctypes (src/zeepo/memory/native_blocks.py), which lets go of the interpreter's lock meanwhile.
  *
  * Memory that is aligned as the file demands moves without a copy; the rest (unaligned memory,
  * blocks with gaps, an end that is not a whole page) goes through `staging`, room for one block. */
@@ -47,55 +46,82 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-/* 0, the error of the system, or FILE_ENDED. */
-static int32_t read_all(int fd, char *memory, int64_t count, int64_t offset) {
-    while (count > 0) {
-        const ssize_t done = pread(fd, memory, (size_t)count, offset);
-        if (done < 0 && errno == EINTR) continue;
-        if (done < 0) return errno;
-        if (done == 0) return FILE_ENDED;
-        memory += done, offset += done, count -= done;
+/* How many bytes were read; if not all, `failure` is the error of the system or FILE_ENDED. */
+static int64_t read_all(int fd, char *memory, int64_t count, int64_t offset, int32_t *failure) {
+    int64_t done = 0;
+    while (done < count) {
+        const ssize_t now = pread(fd, memory + done, (size_t)(count - done), offset + done);
+        if (now < 0 && errno == EINTR) continue;
+        if (now <= 0) {
+            *failure = now < 0 ? errno : FILE_ENDED;
+            break;
+        }
+        done += now;
     }
-    return 0;
+    return done;
 }
 
-static int32_t write_all(int fd, const char *memory, int64_t count, int64_t offset) {
-    while (count > 0) {
-        const ssize_t done = pwrite(fd, memory, (size_t)count, offset);
-        if (done < 0 && errno == EINTR) continue;
-        if (done < 0) return errno;
-        if (done == 0) return ENOSPC;
-        memory += done, offset += done, count -= done;
+static int64_t write_all(int fd, const char *memory, int64_t count, int64_t offset,
+                         int32_t *failure) {
+    int64_t done = 0;
+    while (done < count) {
+        const ssize_t now = pwrite(fd, memory + done, (size_t)(count - done), offset + done);
+        if (now < 0 && errno == EINTR) continue;
+        if (now <= 0) {
+            *failure = now < 0 ? errno : ENOSPC;
+            break;
+        }
+        done += now;
     }
-    return 0;
+    return done;
 }
 
-/* How many of `count` bytes at `memory` can move without staging. */
-static int64_t direct_bytes(const Part *part, const char *memory, int64_t count) {
-    if ((uintptr_t)memory % (uintptr_t)part->alignment) return 0;
-    return count / part->alignment * part->alignment;
+static int is_aligned(const Part *part, const char *memory) {
+    return (uintptr_t)memory % (uintptr_t)part->alignment == 0;
 }
 
-static int32_t read_block(const Part *part, int64_t offset, char *target, int64_t count,
-                          char *staging) {
-    const int64_t direct = direct_bytes(part, target, count), rest = count - direct;
-    int32_t failure = read_all(part->fd, target, direct, offset);
-    if (failure || rest == 0) return failure;
-    failure = read_all(part->fd, staging, padded(rest, part->alignment), offset + direct);
-    if (!failure) memcpy(target + direct, staging, (size_t)rest);
-    return failure;
+/* Bytes of the extent before the end of the part's block number `i`. */
+static int64_t end_of(const Part *part, int64_t i) {
+    return smaller((part->blocks[i] + 1) * part->block_bytes, part->nbytes);
+}
+
+/* The number of the first block of the part, from `i` on, that is not the extent's next one. */
+static int64_t end_of_run(const Part *part, int64_t i) {
+    int64_t end = i + 1;
+    while (end < part->num_blocks && part->blocks[end] == part->blocks[end - 1] + 1) end++;
+    return end;
+}
+
+/* Where block number `i` is in the file. */
+static int64_t place_of(const Part *part, int64_t i) {
+    return part->offset + i * part->block_bytes;
 }
 
 /* How many blocks came back right; if not all, `failure` says why the next did not. */
 int64_t zeepo_read_blocks(const Part *part, char *target, char *staging, int32_t *failure) {
-    for (int64_t i = 0; i < part->num_blocks; i++) {
-        const int64_t block = part->blocks[i], low = block * part->block_bytes;
-        const int64_t count = smaller(part->block_bytes, part->nbytes - low);
-        const int64_t offset = part->offset + i * part->block_bytes;
-        *failure = read_block(part, offset, target + low, count, staging);
-        if (!*failure && zeepo_checksum(target + low, count) != part->checksums[block])
+    *failure = 0;
+    for (int64_t i = 0, end; i < part->num_blocks; i = end) {
+        const int64_t low = part->blocks[i] * part->block_bytes;
+        char *memory = target + low;
+        const int has_staging_only = !is_aligned(part, memory);
+        end = has_staging_only ? i + 1 : end_of_run(part, i);
+        const int64_t count = end_of(part, end - 1) - low;
+        const int64_t direct = has_staging_only ? 0 : count / part->alignment * part->alignment;
+        const int64_t rest = count - direct;
+        int64_t done = read_all(part->fd, memory, direct, place_of(part, i), failure);
+        if (!*failure && rest) {
+            const int64_t whole = padded(rest, part->alignment);
+            read_all(part->fd, staging, whole, place_of(part, i) + direct, failure);
+            if (!*failure) memcpy(memory + direct, staging, (size_t)rest);
+        }
+        if (*failure) return i + done / part->block_bytes;
+        for (int64_t k = i; k < end; k++) {
+            const int64_t start = part->blocks[k] * part->block_bytes;
+            const uint64_t found = zeepo_checksum(target + start, end_of(part, k) - start);
+            if (found == part->checksums[part->blocks[k]]) continue;
             *failure = WRONG_CHECKSUM;
-        if (*failure) return i;
+            return k;
+        }
     }
     return part->num_blocks;
 }
@@ -128,39 +154,48 @@ static void assemble(const Piece *pieces, int64_t num_pieces, int64_t low, int64
     }
 }
 
-static int32_t write_block(const Part *part, int64_t offset, const Piece *pieces,
-                           int64_t num_pieces, int64_t low, int64_t count, char *staging,
-                           uint64_t *checksum) {
+/* The memory of [low, high) if one piece has all of it, aligned as the file demands. */
+static const char *direct_source(const Part *part, const Piece *pieces, int64_t num_pieces,
+                                 int64_t low, int64_t high) {
     const int64_t first = first_after(pieces, num_pieces, low);
-    const Piece *piece = pieces + first;
-    int64_t direct = 0;
-    if (first < num_pieces && piece->low <= low && piece->high >= low + count) {
-        const char *source = piece->memory + (low - piece->low);
-        direct = direct_bytes(part, source, count);
-        if (direct) {
-            *checksum = zeepo_checksum(source, count);
-            const int32_t failure = write_all(part->fd, source, direct, offset);
-            if (failure) return failure;
-        }
-    }
-    const int64_t rest = count - direct;
-    if (rest == 0) return 0;
-    assemble(pieces, num_pieces, low + direct, low + count, staging);
-    const int64_t whole = padded(rest, part->alignment);
-    memset(staging + rest, 0, (size_t)(whole - rest));
-    if (!direct) *checksum = zeepo_checksum(staging, count);
-    return write_all(part->fd, staging, whole, offset + direct);
+    if (first == num_pieces || pieces[first].low > low || pieces[first].high < high) return NULL;
+    const char *memory = pieces[first].memory + (low - pieces[first].low);
+    return is_aligned(part, memory) ? memory : NULL;
 }
 
 /* How many blocks were written; if not all, `failure` says why the next was not. */
 int64_t zeepo_write_blocks(const Part *part, const Piece *pieces, int64_t num_pieces,
                            char *staging, int32_t *failure) {
-    for (int64_t i = 0; i < part->num_blocks; i++) {
-        const int64_t block = part->blocks[i], low = block * part->block_bytes;
-        const int64_t count = smaller(part->block_bytes, part->nbytes - low);
-        *failure = write_block(part, part->offset + i * part->block_bytes, pieces, num_pieces, low,
-                               count, staging, part->checksums + block);
-        if (*failure) return i;
+    *failure = 0;
+    for (int64_t i = 0, end; i < part->num_blocks; i = end) {
+        const int64_t low = part->blocks[i] * part->block_bytes;
+        end = end_of_run(part, i);
+        const char *source =
+            direct_source(part, pieces, num_pieces, low, end_of(part, end - 1));
+        if (!source) { /* block by block: there is staging for one */
+            end = i + 1;
+            source = direct_source(part, pieces, num_pieces, low, end_of(part, i));
+        }
+        const int64_t count = end_of(part, end - 1) - low;
+        int64_t direct = 0, done = 0;
+        if (source) {
+            for (int64_t k = i; k < end; k++) {
+                const int64_t start = part->blocks[k] * part->block_bytes;
+                part->checksums[part->blocks[k]] =
+                    zeepo_checksum(source + (start - low), end_of(part, k) - start);
+            }
+            direct = count / part->alignment * part->alignment;
+            done = write_all(part->fd, source, direct, place_of(part, i), failure);
+        }
+        const int64_t rest = count - direct;
+        if (!*failure && rest) {
+            const int64_t whole = padded(rest, part->alignment);
+            assemble(pieces, num_pieces, low + direct, low + count, staging);
+            memset(staging + rest, 0, (size_t)(whole - rest));
+            if (!source) part->checksums[part->blocks[i]] = zeepo_checksum(staging, count);
+            write_all(part->fd, staging, whole, place_of(part, i) + direct, failure);
+        }
+        if (*failure) return i + done / part->block_bytes;
     }
     return part->num_blocks;
 }
