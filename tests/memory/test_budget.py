@@ -168,6 +168,19 @@ def test_only_a_foretold_rise_may_have_more_than_its_share(process: Process) -> 
     assert process.budget._slack() == process.budget._spill_slack() == 100 * MiB
 
 
+def test_what_was_foretold_counts_until_two_steps_have_shown_what_is_true(
+    process: Process,
+) -> None:
+    process.look()
+    process.budget.prepare_for(60 * MiB)
+    process.torch_bytes += 20 * MiB
+    process.look()
+    process.budget.end_step()
+    assert process.budget._slack() == 60 * MiB
+    process.budget.end_step()
+    assert process.budget._slack() == 20 * MiB
+
+
 def test_the_ledger_keeps_its_floor_however_much_torch_takes(process: Process) -> None:
     process.torch_bytes = 3 * RAM
     assert process.look() == FLOOR

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeepo.planner import units as units_module
-from zeepo.planner.units import Unit, find_units
+from zeepo.planner.units import LARGEST_UNIT_BYTES, Unit, find_units, largest_unit_bytes
 
 
 class Node(nn.Module):
@@ -201,3 +201,22 @@ def test_taken_parameters_belong_to_the_first_model() -> None:
 
 def test_a_model_without_parameters_has_no_units() -> None:
     assert find_units("", nn.Sequential(nn.ReLU(), nn.Tanh())) == []
+
+
+def test_a_block_is_one_unit_where_the_budget_has_room_for_many() -> None:
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)) for _ in range(12)]
+    model = nn.ModuleList(nn.ModuleDict({"a": b[0], "b": b[1]}) for b in blocks)
+    assert len(find_units("", model)) == 24
+    assert len(find_units("", model, largest_bytes=64 << 20)) == 24  # blocks of a list are apart
+    wide = nn.ModuleList(Node([], [b[0], b[1]]) for b in blocks)
+    assert len(find_units("", wide)) == 24
+    assert len(find_units("", wide, largest_bytes=64 << 20)) == 12
+
+
+def test_how_large_a_unit_may_be() -> None:
+    assert largest_unit_bytes(None, 1) == LARGEST_UNIT_BYTES
+    assert largest_unit_bytes(512 << 20, 1) == LARGEST_UNIT_BYTES
+    assert largest_unit_bytes(1536 << 20, 1) == 64 << 20
+    assert largest_unit_bytes(1 << 40, 1) == 128 << 20
+    assert largest_unit_bytes(1 << 40, 2) == LARGEST_UNIT_BYTES  # another may have less
