@@ -23,6 +23,7 @@ from tests.faults.small import (
 )
 from zeepo.config import OPTION_NAMES
 from zeepo.errors import BudgetError, ConfigError, DiskError, SessionError, UnsupportedError
+from zeepo.planner import units
 
 PLACEMENTS = [
     {"params": "disk", "grads": "disk", "optimizer_state": "disk"},
@@ -309,3 +310,24 @@ def test_a_session_without_a_model_refuses_again_and_can_be_closed(tmp_path: Pat
     optimizer.step()
     assert type(model.weight) is nn.Parameter
     assert list(tmp_path.iterdir()) == []
+
+
+def test_units_are_larger_where_ram_has_room_for_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where they would be what decides whether the budget suffices."""
+    monkeypatch.setattr(units, "LARGEST_UNIT_BYTES", 64 << 10)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(128, 96), nn.Linear(96, 128)
+
+    model = nn.Sequential(*[Pair() for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with zeepo.init(model, optimizer, ram="512MiB", disk=tmp_path) as session:
+        assert session.plan.num_units == 12
+        least = session.plan.minimum_ram
+    with zeepo.init(model, optimizer, ram=least, disk=tmp_path) as session:
+        assert session.plan.num_units == 24
+        assert session.plan.minimum_ram < least

@@ -36,7 +36,7 @@ from zeepo.optim.catalogue import (
 )
 from zeepo.planner.machine import available_ram_bytes
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
-from zeepo.planner.units import Unit, find_units
+from zeepo.planner.units import Unit, find_units, largest_unit_bytes
 
 STAGING_BYTES = 8 << 20
 """What the disk tier takes for its threads."""
@@ -218,6 +218,23 @@ def find_all_units(
         units.extend(find_units(name, model, taken, largest_bytes))
     units.extend(Unit(name, ((name, p),)) for name, p in loose_parameters(optimizers, taken))
     return units
+
+
+def choose_units(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], options: Options, team: Team
+) -> list[Unit]:
+    """Large units in large budgets, unless they would make the least budget much of it."""
+    usual_bytes = largest_unit_bytes(None, team.num_ranks)
+    largest_bytes = largest_unit_bytes(options.ram, team.num_ranks)
+    small = find_all_units(models, optimizers, usual_bytes)
+    if options.ram is None or largest_bytes == usual_bytes:
+        return small
+    large = find_all_units(models, optimizers, largest_bytes)
+    least, least_of_large = (
+        plan_session(models, optimizers, units, options, team).minimum_ram
+        for units in (small, large)
+    )
+    return large if least_of_large <= max(least, options.ram // 2) else small
 
 
 def plan_session(

@@ -20,7 +20,7 @@ from zeepo.config import Options, resolve_options
 from zeepo.engine.activations import Activations
 from zeepo.engine.adoption import (
     adopt_units,
-    find_all_units,
+    choose_units,
     home_tiers,
     make_leftovers_ordinary,
     refuse_unmanageable,
@@ -58,7 +58,7 @@ from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.reclaimable import ReclaimableSpace
 from zeepo.planner.plan import Plan
-from zeepo.planner.units import Unit, largest_unit_bytes
+from zeepo.planner.units import Unit
 
 
 class Session:
@@ -89,8 +89,7 @@ class Session:
         """Plan, refuse what cannot be, take everything over; on failure nothing is changed."""
         refuse_unmanageable(self._models, self._optimizers)
         team = join_team(options.ram)
-        largest_bytes = largest_unit_bytes(options.ram, team.num_ranks)
-        units = find_all_units(self._models, self._optimizers, largest_bytes)
+        units = choose_units(self._models, self._optimizers, options, team)
         self._allowance = Allowance(self._models, self._optimizers, units, options, team)
         self._ledger = Ledger("ram", self.plan.managed_bytes)
         self._pool = BufferPool(self._ledger)
