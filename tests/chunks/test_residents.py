@@ -103,6 +103,13 @@ def test_a_burst_is_levelled_first() -> None:
     assert len(left) == 60
 
 
+def test_many_chunks_in_one_moment_are_chosen_from_at_once() -> None:
+    """A step with one long pause has all its transfers in two slices; looking at each of them again
+    after every choice would take minutes."""
+    known = [Movable(key, 10, (key / 20_000, 300.0 + key / 20_000)) for key in range(20_000)]
+    assert len(choose(known, 100_000, 100)) == 10_000
+
+
 def test_without_times_more_transfers_come_first() -> None:
     known = [Movable(key, 10, (0.0,) * (1 + key % 3)) for key in range(90)]
     assert {key % 3 for key in choose(known, 300, 100)} == {2}

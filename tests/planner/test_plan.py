@@ -23,7 +23,7 @@ KINDS = ("params", "grads", "optimizer_state")
 MiB = 1 << 20
 
 unit_plans = st.builds(
-    lambda name, size, share: UnitPlan(name, size, int(size * share)),
+    lambda name, size, share: UnitPlan(name, size, int(size * share), size),
     st.text("abc", min_size=1, max_size=4),
     st.integers(0, 200_000),
     st.sampled_from([0.0, 0.5, 1.0]),
@@ -156,7 +156,11 @@ def test_the_minimum_does_not_depend_on_the_budget(plan: Plan) -> None:
 
 def example(**changes: object) -> Plan:
     plan = Plan(
-        units=(UnitPlan("a", 4000, 4000), UnitPlan("b", 9000, 5000), UnitPlan("c", 8000, 0)),
+        units=(
+            UnitPlan("a", 4000, 4000, 4000),
+            UnitPlan("b", 9000, 5000, 5000),
+            UnitPlan("c", 8000, 0, 8000),
+        ),
         num_states=2,
         placement=dict.fromkeys(KINDS, "disk"),
         ram=200 * MiB,
@@ -197,7 +201,7 @@ def test_the_bill_of_an_example() -> None:
     }
     with_region = example(region_bytes=6 * page)
     assert with_region.items()["params"] == 6 * page
-    large = example(units=(UnitPlan("a", 100 * MiB, 100 * MiB),), piece_bytes=30 * MiB)
+    large = example(units=(UnitPlan("a", 100 * MiB, 100 * MiB, 100 * MiB),), piece_bytes=30 * MiB)
     # Updating: parameters, gradients, two states of a piece, one of them on its way.
     assert without_slack(large) == {
         "torch itself": TORCH_GROWTH_BYTES,

@@ -220,3 +220,12 @@ def test_how_large_a_unit_may_be() -> None:
     assert largest_unit_bytes(1536 << 20, 1) == 64 << 20
     assert largest_unit_bytes(1 << 40, 1) == 128 << 20
     assert largest_unit_bytes(1 << 40, 2) == LARGEST_UNIT_BYTES  # another may have less
+
+
+def test_what_a_module_owns_is_several_units_where_it_is_large() -> None:
+    with torch.device("meta"):
+        model = nn.ParameterList(nn.Parameter(torch.empty(5 << 20)) for _ in range(20))
+    for limit_mib, counts in ((32, [1] * 20), (128, [6, 6, 6, 2])):
+        found = find_units("", model, largest_bytes=limit_mib << 20)
+        assert [len(unit.parameters) for unit in found] == counts
+        assert len({unit.name for unit in found}) == len(found)

@@ -41,6 +41,10 @@ class Layout:
     slots: tuple[Slot, ...]
     nbytes: int
 
+    @property
+    def largest_slot_bytes(self) -> int:
+        return max((slot.nbytes for slot in self.slots), default=0)
+
     def describe(self, low: int, high: int) -> str:
         """Names of the slots that touch the bytes [low, high): for error messages."""
         names = [s.name for s in self.slots if s.offset_bytes < high and s.end_bytes > low]

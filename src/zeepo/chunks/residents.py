@@ -112,36 +112,39 @@ class Residents:
 def choose(known: Iterable[Movable], room_bytes: int, largest_bytes: int) -> frozenset[int]:
     """Chunks of at most `room_bytes`, so that what still moves is as level as it can be."""
     ordered = sorted(known, key=lambda c: (c.moments[0], c.key))
-    slices = _slices_of(ordered)
     moving = Counter[int]()
-    for chunk in ordered:
-        for index in slices[chunk.key]:
+    alike: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+    """Chunks that move in the same slices, and so are worth the same: their places in `ordered`."""
+    for number, (chunk, slices) in enumerate(zip(ordered, _slices_of(ordered), strict=True)):
+        alike.setdefault(slices, []).append((number * GOLDEN % 1, number))
+        for index in slices:
             moving[index] += chunk.nbytes
 
-    def worth(chunk: Movable) -> int:
-        return sum(moving[index] for index in slices[chunk.key])
+    def entry(slices: tuple[int, ...]) -> tuple[int, tuple[float, int], tuple[int, ...]]:
+        return -sum(moving[index] for index in slices), alike[slices][-1], slices
 
-    # What moves gets less with every choice, so a chunk's worth only falls: the one on top is the
-    # best of all if it is still worth what it was.
-    heap = [(-worth(c), n * GOLDEN % 1, n) for n, c in enumerate(ordered)]
+    for group in alike.values():
+        group.sort(reverse=True)  # the next is the last
+    heap = [entry(slices) for slices in alike]
     heapify(heap)
     chosen: set[int] = set()
     while heap:
-        known_worth, place, number = heappop(heap)
-        chunk = ordered[number]
-        if chunk.nbytes > min(room_bytes, largest_bytes):
-            continue
-        if -known_worth > worth(chunk):
-            heappush(heap, (-worth(chunk), place, number))
-            continue
-        chosen.add(chunk.key)
-        room_bytes -= chunk.nbytes
-        for index in slices[chunk.key]:
-            moving[index] -= chunk.nbytes
+        # What moves gets less with every choice: what is on top, and still worth that, is the best.
+        top = heappop(heap)
+        slices = top[2]
+        if top == entry(slices):
+            chunk = ordered[alike[slices].pop()[1]]
+            if chunk.nbytes <= min(room_bytes, largest_bytes):
+                chosen.add(chunk.key)
+                room_bytes -= chunk.nbytes
+                for index in slices:
+                    moving[index] -= chunk.nbytes
+        if alike[slices]:
+            heappush(heap, entry(slices))
     return frozenset(chosen)
 
 
-def _slices_of(known: Sequence[Movable]) -> dict[int, list[int]]:
+def _slices_of(known: Sequence[Movable]) -> list[tuple[int, ...]]:
     """In which slices of the step each chunk moves."""
     end = max((max(c.moments) for c in known), default=0.0) or 1.0
-    return {c.key: [min(SLICES - 1, int(SLICES * m / end)) for m in c.moments] for c in known}
+    return [tuple(min(SLICES - 1, int(SLICES * m / end)) for m in c.moments) for c in known]

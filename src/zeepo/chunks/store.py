@@ -111,7 +111,7 @@ class ChunkStore:
         Memory of its own would be taken from the pool now and cleared by the system later, which
         costs more than the copy. Of what is large there is no room for two.
         """
-        may_copy = chunk.layout.nbytes <= LARGE_BYTES and not chunk.is_short_lived
+        may_copy = chunk.layout.largest_slot_bytes <= LARGE_BYTES and not chunk.is_short_lived
         return may_copy and bool(self.counters.num_evictions)
 
     def _take_buffer(self, chunk: Chunk) -> None:

@@ -34,7 +34,7 @@ from zeepo.optim.catalogue import (
     num_states_of,
     num_temporaries_of,
 )
-from zeepo.planner.machine import available_ram_bytes
+from zeepo.planner.machine import available_ram_bytes, resident_growth_bytes, spare_bytes
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
 from zeepo.planner.units import Unit, find_units, largest_unit_bytes
 
@@ -224,17 +224,21 @@ def choose_units(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], options: Options, team: Team
 ) -> list[Unit]:
     """Large units in large budgets, unless they would make the least budget much of it."""
+    spare = spare_bytes()
+    ram = options.ram
+    if ram is not None and spare is not None:
+        ram = min(ram, max(0, resident_growth_bytes()) + spare)
     usual_bytes = largest_unit_bytes(None, team.num_ranks)
-    largest_bytes = largest_unit_bytes(options.ram, team.num_ranks)
+    largest_bytes = largest_unit_bytes(ram, team.num_ranks)
     small = find_all_units(models, optimizers, usual_bytes)
-    if options.ram is None or largest_bytes == usual_bytes:
+    if ram is None or largest_bytes == usual_bytes:
         return small
     large = find_all_units(models, optimizers, largest_bytes)
     least, least_of_large = (
         plan_session(models, optimizers, units, options, team).minimum_ram
         for units in (small, large)
     )
-    return large if least_of_large <= max(least, options.ram // 2) else small
+    return large if least_of_large <= max(least, ram // 2) else small
 
 
 def plan_session(
@@ -263,6 +267,7 @@ def plan_session(
                 for _, p in unit.parameters
                 if p.requires_grad or id(p) in in_optimizers
             ),
+            max(p.nbytes for _, p in unit.parameters),
         )
         for unit in units
     )

@@ -27,7 +27,7 @@ accepted for the model alone would be refused for a trifle."""
 LARGE_BYTES = 32 * MiB
 """Gradients up to this size are copied into buffers: for a moment they are there twice.
 
-Nor is a larger one ever recomputed beside another of its size, as far as we know."""
+Nor is a unit of a larger one ever recomputed beside another of its size, as far as we know."""
 SLACK_SHARE = 0.07
 """What the allocator loses and what grows between two looks (measured: 2 to 14 %)."""
 IN_MOTION_BYTES = 20 * MiB
@@ -61,6 +61,7 @@ class UnitPlan:
     name: str
     param_bytes: int
     trainable_bytes: int
+    largest_parameter_bytes: int
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,8 @@ class Plan:
         """
         params = sorted((_page(u.param_bytes) for u in self.units), reverse=True)
         largest = max(params, default=0)
-        is_small = largest <= LARGE_BYTES
+        of_largest = [u for u in self.units if _page(u.param_bytes) == largest]
+        is_small = all(u.largest_parameter_bytes <= LARGE_BYTES for u in of_largest)
         working = max(sum(params[:2]) if is_small else largest, _page(self.region_bytes))
         items = {
             "params": 0 if self.has_whole_params else working,

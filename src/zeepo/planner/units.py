@@ -2,8 +2,9 @@
 
 A unit is the largest module that is small enough and holds no list of repeated blocks; neighbours
 in a larger module are one unit as far as they fit together, unless they are blocks of a list. What
-a larger module owns directly is a unit of its own, and so is any parameter larger than the limit. A
-parameter belongs to the first unit that reaches it (tied weights have one home).
+a larger module owns directly is a unit of its own, or several where it is more than the limit, and
+so is any parameter larger than that. A parameter belongs to the first unit that reaches it (tied
+weights have one home).
 """
 
 from __future__ import annotations
@@ -76,13 +77,17 @@ def find_units(
             if id(p) not in seen:  # neighbours may share one
                 seen.add(id(p))
                 fresh.append((n, p))
-        large = [_own_bytes([p]) > largest_bytes for _, p in fresh]
-        small = tuple(item for item, is_large in zip(fresh, large, strict=True) if not is_large)
-        if small:
-            units.append(Unit(unit_name, small))
-        units.extend(
-            Unit(n, ((n, p),)) for (n, p), is_large in zip(fresh, large, strict=True) if is_large
-        )
+        lone = [item for item in fresh if item[1].nbytes > largest_bytes]
+        together: list[list[tuple[str, nn.Parameter]]] = []
+        for item in fresh:
+            if item[1].nbytes > largest_bytes:
+                continue
+            if not together or _own_bytes(p for _, p in [*together[-1], item]) > largest_bytes:
+                together.append([])
+            together[-1].append(item)
+        for number, items in enumerate(together):
+            units.append(Unit(items[0][0] if number else unit_name, tuple(items)))
+        units.extend(Unit(n, ((n, p),)) for n, p in lone)
 
     def is_unit(module: nn.Module) -> bool:
         if not any(True for child in module.children() for _ in child.parameters()):
