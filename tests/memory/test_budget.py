@@ -5,6 +5,7 @@ import pytest
 from zeepo.memory import budget as budget_module
 from zeepo.memory.budget import (
     FIRST_SLACK_BYTES,
+    LEAST_SLACK_BYTES,
     SLOW_TO_RISE,
     SYSTEM_MARGIN_BYTES,
     RamBudget,
@@ -179,6 +180,19 @@ def test_what_was_foretold_counts_until_two_steps_have_shown_what_is_true(
     assert process.budget._slack() == 60 * MiB
     process.budget.end_step()
     assert process.budget._slack() == 20 * MiB
+
+
+def test_a_system_that_runs_short_gets_the_first_steps_slack(process: Process) -> None:
+    process.look()
+    for _ in range(3):
+        process.budget.end_step()
+    assert process.budget._slack() == LEAST_SLACK_BYTES
+    process.spare_bytes = 300 * MiB
+    process.look()
+    assert process.budget._slack() == FIRST_SLACK_BYTES
+    process.spare_bytes = 5000 * MiB
+    process.look()
+    assert process.budget._slack() == LEAST_SLACK_BYTES
 
 
 def test_the_ledger_keeps_its_floor_however_much_torch_takes(process: Process) -> None:

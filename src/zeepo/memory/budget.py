@@ -163,10 +163,13 @@ class RamBudget:
 
     def _slack_within(self, share: float) -> int:
         """A rise that was seen gets a share of `ram`; one that was foretold, and so is in the least
-        budget, may have more."""
+        budget, may have more. When the system runs short there is more, as in the first steps: it
+        gives no notice."""
+        is_short = self.allowed_bytes < self.ram_bytes
+        slack_bytes = max(self._slack_bytes, self._first_slack_bytes if is_short else 0)
         most = max(FIRST_SLACK_BYTES, int(SPILL_SLACK_SHARE * self.ram_bytes))
         foretold = min(most, self._foretold_bytes)
-        return min(self._slack_bytes, max(foretold, int(share * self.ram_bytes)))
+        return min(slack_bytes, max(foretold, int(share * self.ram_bytes)))
 
     def _limit(self, unmanaged: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
