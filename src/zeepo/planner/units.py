@@ -51,6 +51,21 @@ def _has_repeated_blocks(module: nn.Module) -> bool:
     return False
 
 
+def _runs(
+    parameters: Iterable[tuple[str, nn.Parameter]], largest_bytes: int
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters in order, none larger than that, as many together as fit."""
+    runs: list[list[tuple[str, nn.Parameter]]] = []
+    room_bytes = -1
+    for name, p in parameters:
+        if p.nbytes > room_bytes:
+            runs.append([])
+            room_bytes = largest_bytes
+        runs[-1].append((name, p))
+        room_bytes -= p.nbytes
+    return runs
+
+
 def largest_unit_bytes(ram: int | None, num_ranks: int) -> int:
     """How large a unit may be in a session with that budget."""
     if ram is None or num_ranks > 1:
@@ -77,17 +92,10 @@ def find_units(
             if id(p) not in seen:  # neighbours may share one
                 seen.add(id(p))
                 fresh.append((n, p))
-        lone = [item for item in fresh if item[1].nbytes > largest_bytes]
-        together: list[list[tuple[str, nn.Parameter]]] = []
-        for item in fresh:
-            if item[1].nbytes > largest_bytes:
-                continue
-            if not together or _own_bytes(p for _, p in [*together[-1], item]) > largest_bytes:
-                together.append([])
-            together[-1].append(item)
-        for number, items in enumerate(together):
+        small = [item for item in fresh if item[1].nbytes <= largest_bytes]
+        for number, items in enumerate(_runs(small, largest_bytes)):
             units.append(Unit(items[0][0] if number else unit_name, tuple(items)))
-        units.extend(Unit(n, ((n, p),)) for n, p in lone)
+        units.extend(Unit(n, ((n, p),)) for n, p in fresh if p.nbytes > largest_bytes)
 
     def is_unit(module: nn.Module) -> bool:
         if not any(True for child in module.children() for _ in child.parameters()):
