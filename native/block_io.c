@@ -1,10 +1,13 @@
 /* Reads and writes the blocks of one part of an extent and checks them. Plain C, called through
  * ctypes (src/zeepo/memory/native_blocks.py), which lets go of the interpreter's lock meanwhile.
+ * Checksums are taken by a team (checking.c) while the next blocks are read or written.
  *
  * Memory that is aligned as the file demands moves without a copy; the rest (unaligned memory,
  * blocks with gaps, an end that is not a whole page) goes through `staging`, room for one block. */
 
 #define _GNU_SOURCE
+#include "checking.h"
+
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
@@ -21,7 +24,7 @@ typedef struct {
     int64_t nbytes;      /* of the extent */
     int64_t num_blocks;  /* of the part */
     const int64_t *blocks;
-    uint64_t *checksums; /* of the extent's blocks */
+    uint64_t *checksums; /* of the extent's blocks: as many for each as a block has grains */
 } Part;
 
 /* Bytes [low, high) of the extent lie at `memory`; sorted, not overlapping. */
@@ -46,8 +49,8 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-/* How many bytes were read; if not all, `failure` is the error of the system or FILE_ENDED. */
-static int64_t read_all(int fd, char *memory, int64_t count, int64_t offset, int32_t *failure) {
+/* If not all bytes came, `failure` is the error of the system or FILE_ENDED. */
+static void read_all(int fd, char *memory, int64_t count, int64_t offset, int32_t *failure) {
     int64_t done = 0;
     while (done < count) {
         const ssize_t now = pread(fd, memory + done, (size_t)(count - done), offset + done);
@@ -58,11 +61,10 @@ static int64_t read_all(int fd, char *memory, int64_t count, int64_t offset, int
         }
         done += now;
     }
-    return done;
 }
 
-static int64_t write_all(int fd, const char *memory, int64_t count, int64_t offset,
-                         int32_t *failure) {
+static void write_all(int fd, const char *memory, int64_t count, int64_t offset,
+                      int32_t *failure) {
     int64_t done = 0;
     while (done < count) {
         const ssize_t now = pwrite(fd, memory + done, (size_t)(count - done), offset + done);
@@ -73,7 +75,6 @@ static int64_t write_all(int fd, const char *memory, int64_t count, int64_t offs
         }
         done += now;
     }
-    return done;
 }
 
 static int is_aligned(const Part *part, const char *memory) {
@@ -85,45 +86,50 @@ static int64_t end_of(const Part *part, int64_t i) {
     return smaller((part->blocks[i] + 1) * part->block_bytes, part->nbytes);
 }
 
-/* The number of the first block of the part, from `i` on, that is not the extent's next one. */
-static int64_t end_of_run(const Part *part, int64_t i) {
-    int64_t end = i + 1;
-    while (end < part->num_blocks && part->blocks[end] == part->blocks[end - 1] + 1) end++;
-    return end;
-}
-
 /* Where block number `i` is in the file. */
 static int64_t place_of(const Part *part, int64_t i) {
     return part->offset + i * part->block_bytes;
 }
 
-/* How many blocks came back right; if not all, `failure` says why the next did not. */
-int64_t zeepo_read_blocks(const Part *part, char *target, char *staging, int32_t *failure) {
-    *failure = 0;
-    for (int64_t i = 0, end; i < part->num_blocks; i = end) {
-        const int64_t low = part->blocks[i] * part->block_bytes;
-        char *memory = target + low;
-        const int has_staging_only = !is_aligned(part, memory);
-        end = has_staging_only ? i + 1 : end_of_run(part, i);
-        const int64_t count = end_of(part, end - 1) - low;
-        const int64_t direct = has_staging_only ? 0 : count / part->alignment * part->alignment;
-        const int64_t rest = count - direct;
-        int64_t done = read_all(part->fd, memory, direct, place_of(part, i), failure);
-        if (!*failure && rest) {
-            const int64_t whole = padded(rest, part->alignment);
-            read_all(part->fd, staging, whole, place_of(part, i) + direct, failure);
-            if (!*failure) memcpy(memory + direct, staging, (size_t)rest);
-        }
-        if (*failure) return i + done / part->block_bytes;
-        for (int64_t k = i; k < end; k++) {
-            const int64_t start = part->blocks[k] * part->block_bytes;
-            const uint64_t found = zeepo_checksum(target + start, end_of(part, k) - start);
-            if (found == part->checksums[part->blocks[k]]) continue;
-            *failure = WRONG_CHECKSUM;
-            return k;
-        }
+static int64_t start_of(const Part *part, int64_t i) { return part->blocks[i] * part->block_bytes; }
+
+static uint64_t *checksums_of(const Part *part, int64_t i) {
+    const int64_t num_grains = (part->block_bytes + GRAIN_BYTES - 1) / GRAIN_BYTES;
+    return part->checksums + part->blocks[i] * num_grains;
+}
+
+/* Read block number `i`, checked later; why not all of it came. */
+static int32_t read_block(const Part *part, int64_t i, char *target, char *staging, Round *round) {
+    const int64_t low = start_of(part, i), count = end_of(part, i) - low;
+    char *memory = target + low;
+    const int64_t direct =
+        is_aligned(part, memory) ? count / part->alignment * part->alignment : 0;
+    const int64_t rest = count - direct;
+    int32_t failure = 0;
+    read_all(part->fd, memory, direct, place_of(part, i), &failure);
+    if (!failure && rest) {
+        const int64_t whole = padded(rest, part->alignment);
+        read_all(part->fd, staging, whole, place_of(part, i) + direct, &failure);
+        if (!failure) memcpy(memory + direct, staging, (size_t)rest);
     }
-    return part->num_blocks;
+    if (!failure) compare_checksums(round, memory, count, checksums_of(part, i), i);
+    return failure;
+}
+
+/* How many blocks came back right; if not all, `failure` says why the next did not. */
+int64_t zeepo_read_blocks(const Part *part, Team *team, char *target, char *staging,
+                          int32_t *failure) {
+    Round round = new_round(team);
+    int64_t done = 0;
+    *failure = 0;
+    while (done < part->num_blocks && !*failure) {
+        *failure = read_block(part, done, target, staging, &round);
+        if (!*failure) done++;
+    }
+    const int64_t wrong = finish(&round);
+    if (wrong < 0) return done;
+    *failure = WRONG_CHECKSUM;
+    return wrong;
 }
 
 /* The first piece that ends after `low`. */
@@ -163,39 +169,42 @@ static const char *direct_source(const Part *part, const Piece *pieces, int64_t 
     return is_aligned(part, memory) ? memory : NULL;
 }
 
-/* How many blocks were written; if not all, `failure` says why the next was not. */
-int64_t zeepo_write_blocks(const Part *part, const Piece *pieces, int64_t num_pieces,
-                           char *staging, int32_t *failure) {
-    *failure = 0;
-    for (int64_t i = 0, end; i < part->num_blocks; i = end) {
-        const int64_t low = part->blocks[i] * part->block_bytes;
-        end = end_of_run(part, i);
-        const char *source =
-            direct_source(part, pieces, num_pieces, low, end_of(part, end - 1));
-        if (!source) { /* block by block: there is staging for one */
-            end = i + 1;
-            source = direct_source(part, pieces, num_pieces, low, end_of(part, i));
-        }
-        const int64_t count = end_of(part, end - 1) - low;
-        int64_t direct = 0, done = 0;
-        if (source) {
-            for (int64_t k = i; k < end; k++) {
-                const int64_t start = part->blocks[k] * part->block_bytes;
-                part->checksums[part->blocks[k]] =
-                    zeepo_checksum(source + (start - low), end_of(part, k) - start);
-            }
-            direct = count / part->alignment * part->alignment;
-            done = write_all(part->fd, source, direct, place_of(part, i), failure);
-        }
-        const int64_t rest = count - direct;
-        if (!*failure && rest) {
-            const int64_t whole = padded(rest, part->alignment);
-            assemble(pieces, num_pieces, low + direct, low + count, staging);
-            memset(staging + rest, 0, (size_t)(whole - rest));
-            if (!source) part->checksums[part->blocks[i]] = zeepo_checksum(staging, count);
-            write_all(part->fd, staging, whole, place_of(part, i) + direct, failure);
-        }
-        if (*failure) return i + done / part->block_bytes;
+/* Write block number `i` and take its checksums; why not all of it was written. */
+static int32_t write_block(const Part *part, int64_t i, const Piece *pieces, int64_t num_pieces,
+                           char *staging, Round *round) {
+    const int64_t low = start_of(part, i), high = end_of(part, i), count = high - low;
+    const char *source = direct_source(part, pieces, num_pieces, low, high);
+    int64_t direct = 0;
+    int32_t failure = 0;
+    if (source) {
+        take_checksums(round, source, count, checksums_of(part, i));
+        direct = count / part->alignment * part->alignment;
+        write_all(part->fd, source, direct, place_of(part, i), &failure);
     }
-    return part->num_blocks;
+    const int64_t rest = count - direct;
+    if (failure || !rest) return failure;
+    const int64_t whole = padded(rest, part->alignment);
+    assemble(pieces, num_pieces, low + direct, high, staging);
+    memset(staging + rest, 0, (size_t)(whole - rest));
+    if (!source) { /* at once: the next block needs the same staging */
+        Round own = new_round(round->team);
+        take_checksums(&own, staging, count, checksums_of(part, i));
+        finish(&own);
+    }
+    write_all(part->fd, staging, whole, place_of(part, i) + direct, &failure);
+    return failure;
+}
+
+/* How many blocks were written; if not all, `failure` says why the next was not. */
+int64_t zeepo_write_blocks(const Part *part, Team *team, const Piece *pieces, int64_t num_pieces,
+                           char *staging, int32_t *failure) {
+    Round round = new_round(team);
+    int64_t done = 0;
+    *failure = 0;
+    while (done < part->num_blocks && !*failure) {
+        *failure = write_block(part, done, pieces, num_pieces, staging, &round);
+        if (!*failure) done++;
+    }
+    finish(&round);
+    return done;
 }

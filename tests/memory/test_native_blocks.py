@@ -6,12 +6,16 @@ import os
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from zeepo.errors import CorruptionError
 from zeepo.memory import native_blocks
+from zeepo.memory.block_io import GRAIN_BYTES, NativeBlocks
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.mapping import Mapping
 
 pytestmark = pytest.mark.skipif(native_blocks.library is None, reason="nothing was compiled")
 BLOCK = 64 << 10
+GRAINS = 2 * GRAIN_BYTES + 4096
+"""A block of three grains, the last of them short."""
 
 
 @pytest.mark.parametrize("nbytes", [1, 16, 240, 241, 1023, 1024, 1025, 4096, 4 << 20])
@@ -29,11 +33,12 @@ def test_checksums_are_those_of_xxhash(name: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("direct", [None, False], ids=["auto", "buffered"])
+@pytest.mark.parametrize("block_bytes", [BLOCK, GRAINS], ids=["one grain", "three grains"])
 def test_both_ways_write_the_same_file(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch, direct: bool | None
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, direct: bool | None, block_bytes: int
 ) -> None:
     """The same bytes, padding included, and the same checksums."""
-    nbytes = 5 * BLOCK + 4097
+    nbytes = 5 * block_bytes + 4097
     content = Mapping(nbytes)
     content.memory[:nbytes] = os.urandom(nbytes)
     view = content.memory
@@ -48,7 +53,7 @@ def test_both_ways_write_the_same_file(
     files, checksums = [], []
     for library in (native_blocks.library, None):
         monkeypatch.setattr(native_blocks, "library", library)
-        tier = DiskTier([tmp_path], block_bytes=BLOCK, direct=direct)  # type: ignore[list-item]
+        tier = DiskTier([tmp_path], block_bytes=block_bytes, direct=direct)  # type: ignore[list-item]
         extents = [tier.allocate(name, nbytes) for name in cases]
         for extent, pieces in zip(extents, cases.values(), strict=True):
             tier.write(extent, pieces).result()
@@ -64,3 +69,55 @@ def test_both_ways_write_the_same_file(
         tier.close()
     assert files[0] == files[1]
     assert checksums[0] == checksums[1]
+
+
+@pytest.fixture(params=["by a team", "by each thread"])
+def who_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes the checksums, whether anybody waits or not."""
+    has_team = request.param == "by a team"
+    monkeypatch.setattr(NativeBlocks, "_helpers", lambda self: self._team if has_team else None)
+
+
+@pytest.mark.usefixtures("who_checks")
+@pytest.mark.parametrize("place", [0, GRAIN_BYTES - 1, GRAIN_BYTES, 2 * GRAIN_BYTES, GRAINS - 1])
+@pytest.mark.parametrize("block", [0, 3, 6])
+def test_one_bit_in_any_grain_is_found_in_its_block(
+    tmp_path: object, place: int, block: int
+) -> None:
+    nbytes = 6 * GRAINS + GRAINS // 2
+    if block == 6:
+        place //= 3
+    content = Mapping(nbytes)
+    content.memory[:nbytes] = os.urandom(nbytes)
+    tier = DiskTier([tmp_path], block_bytes=GRAINS)  # type: ignore[list-item]
+    extent = tier.allocate("a", nbytes)
+    tier.write(extent, [(0, content.memory[:nbytes])]).result()
+    target = Mapping(nbytes)
+    tier.read(extent, target.memory[:nbytes]).result()
+    assert target.memory[:nbytes] == content.memory[:nbytes]
+    with tier.directories[0].file.path.open("r+b") as file:
+        file.seek(block * GRAINS + place)
+        byte = file.read(1)[0]
+        file.seek(block * GRAINS + place)
+        file.write(bytes([byte ^ 4]))
+    low, high = block * GRAINS, min((block + 1) * GRAINS, nbytes)
+    with pytest.raises(CorruptionError, match=f"its bytes {low} to {high} "):
+        tier.read(extent, target.memory[:nbytes]).result()
+    tier.close()
+
+
+@pytest.mark.usefixtures("who_checks")
+def test_more_grains_than_a_team_can_list(tmp_path: object) -> None:
+    """Then the one who gives them helps."""
+    nbytes = 160 * GRAIN_BYTES
+    content = Mapping(nbytes)
+    content.memory[:4096] = os.urandom(4096)
+    tier = DiskTier([tmp_path], block_bytes=nbytes)  # type: ignore[list-item]
+    extent = tier.allocate("a", nbytes)
+    tier.write(extent, [(0, content.memory[:nbytes])]).result()
+    expected = xxh3_64_intdigest(bytes(GRAIN_BYTES))
+    assert list(extent.checksums)[1:] == [expected] * 159  # type: ignore[attr-defined]
+    target = Mapping(nbytes)
+    tier.read(extent, target.memory[:nbytes]).result()
+    assert target.memory[:nbytes] == content.memory[:nbytes]
+    tier.close()

@@ -11,7 +11,7 @@ end that is not a whole page) goes through this thread's staging buffer, a block
 import ctypes
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -23,11 +23,15 @@ from zeepo.memory.mapping import Mapping, round_up
 from zeepo.memory.native_blocks import FILE_ENDED, WRONG_CHECKSUM, NativePart
 from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Describe, Extent, Piece, assemble
+from zeepo.memory.transfers import Waiting
 from zeepo.units import format_bytes
+
+GRAIN_BYTES = 1 << 20
+"""Every so many bytes of a block have a checksum, as in native/checking.h."""
 
 
 class DiskExtent(Extent):
-    """An extent with its places on disk and the checksum of each block."""
+    """An extent with its places on disk and the checksums of each block."""
 
     def __init__(
         self, label: str, nbytes: int, describe: Describe | None, block_bytes: int
@@ -35,7 +39,9 @@ class DiskExtent(Extent):
         super().__init__(label, nbytes, describe)
         self.block_bytes = block_bytes
         self.num_blocks = -(-nbytes // block_bytes)
-        self.checksums = array("Q", bytes(8 * self.num_blocks))
+        self.grains_per_block = -(-block_bytes // GRAIN_BYTES)
+        self.checksums = array("Q", bytes(8 * self.num_blocks * self.grains_per_block))
+        """Of every block as many as a block has grains."""
         self.regions: list[tuple[int, int]] = []
         """Per directory the offset and length of this extent's region in its file."""
         self.parts: list[PartPlan] = []
@@ -43,6 +49,19 @@ class DiskExtent(Extent):
     def block_range(self, block: int) -> tuple[int, int]:
         low = block * self.block_bytes
         return low, min(low + self.block_bytes, self.nbytes)
+
+    def grains(self, block: int, content: memoryview) -> Iterator[tuple[int, int]]:
+        """Of a block with this content: where a grain's checksum is, and what it should be."""
+        first = block * self.grains_per_block
+        for index, low in enumerate(range(0, content.nbytes, GRAIN_BYTES), first):
+            yield index, xxh3_64_intdigest(content[low : low + GRAIN_BYTES])
+
+    def take_checksums(self, block: int, content: memoryview) -> None:
+        for index, found in self.grains(block, content):
+            self.checksums[index] = found
+
+    def is_right(self, block: int, content: memoryview) -> bool:
+        return all(self.checksums[index] == found for index, found in self.grains(block, content))
 
 
 class PartPlan:
@@ -99,24 +118,37 @@ class BlockIO(Protocol):
         thread_index: int,
     ) -> None: ...
 
+    def close(self) -> None:
+        """Once no part runs any more."""
 
-def block_io(staging: Sequence[Buffer | Mapping]) -> BlockIO:
+
+def block_io(staging: Sequence[Buffer | Mapping], waiting: Waiting) -> BlockIO:
     if native_blocks.library is None:
         return PythonBlocks(staging)
-    return NativeBlocks(native_blocks.library, staging)
+    return NativeBlocks(native_blocks.library, staging, waiting)
 
 
 class NativeBlocks:
-    def __init__(self, native: ctypes.CDLL, staging: Sequence[Buffer | Mapping]) -> None:
+    """While somebody waits for the disk, a team takes the checksums and the disk goes on meanwhile.
+    Otherwise all cores compute: then each thread checks what it moves, which costs them least."""
+
+    def __init__(
+        self, native: ctypes.CDLL, staging: Sequence[Buffer | Mapping], waiting: Waiting
+    ) -> None:
         self._native = native
         self._staging = [buffer.address for buffer in staging]
+        self._waiting = waiting
+        self._team = native.zeepo_team_new(len(staging))
+
+    def _helpers(self) -> int | None:
+        return self._team if self._waiting.num_threads else None
 
     def write_part(
         self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
     ) -> None:
         staging = self._staging[thread_index]
         done, failure = native_blocks.write_blocks(
-            self._native, part.native, sources.native, staging
+            self._native, part.native, self._helpers(), sources.native, staging
         )
         if done < len(part.blocks):
             raise part.file.write_error(failure, *part.place(extent, done))
@@ -131,7 +163,7 @@ class NativeBlocks:
     ) -> None:
         staging = self._staging[thread_index]
         done, failure = native_blocks.read_blocks(
-            self._native, part.native, target_address, staging
+            self._native, part.native, self._helpers(), target_address, staging
         )
         if done == len(part.blocks):
             return
@@ -140,6 +172,10 @@ class NativeBlocks:
         if failure == FILE_ENDED:
             raise part.file.end_error(*part.place(extent, done))
         raise part.file.read_error(failure, *part.place(extent, done))
+
+    def close(self) -> None:
+        team, self._team = self._team, None
+        self._native.zeepo_team_free(team)
 
 
 class PythonBlocks:
@@ -160,14 +196,14 @@ class PythonBlocks:
             staged_bytes = high - low - direct_bytes
             if piece is not None and direct_bytes:
                 source = piece.memory[low - piece.low : high - piece.low]
-                extent.checksums[block] = xxh3_64_intdigest(source)
+                extent.take_checksums(block, source)
                 parts.append(source[:direct_bytes])
             if staged_bytes:
                 padded_bytes = round_up(staged_bytes, alignment)
                 assemble(sources.pieces, low + direct_bytes, high, staging_address)
                 ctypes.memset(staging_address + staged_bytes, 0, padded_bytes - staged_bytes)
                 if not direct_bytes:
-                    extent.checksums[block] = xxh3_64_intdigest(staging[:staged_bytes])
+                    extent.take_checksums(block, staging[:staged_bytes])
                 parts.append(staging[:padded_bytes])
             part.file.write(part.offset + i * extent.block_bytes, parts)
 
@@ -195,8 +231,11 @@ class PythonBlocks:
             if staged_bytes:
                 staged_at = target_address + low + direct_bytes
                 ctypes.memmove(staged_at, staging_address, staged_bytes)
-            if xxh3_64_intdigest(target[low:high]) != extent.checksums[block]:
+            if not extent.is_right(block, target[low:high]):
                 raise _corruption(extent, part, i)
+
+    def close(self) -> None:
+        pass
 
 
 def _corruption(extent: DiskExtent, part: PartPlan, index: int) -> CorruptionError:

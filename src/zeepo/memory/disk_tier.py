@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from zeepo.errors import DiskError, InternalError
-from zeepo.memory.block_io import DiskExtent, PartPlan, Sources, block_io
+from zeepo.memory.block_io import BlockIO, DiskExtent, PartPlan, Sources, block_io
 from zeepo.memory.disk_directory import DiskDirectory
 from zeepo.memory.mapping import PAGE_BYTES, Mapping, address_of, round_up
 from zeepo.memory.pool import Buffer, BufferPool
@@ -27,7 +27,7 @@ from zeepo.memory.tier import Describe, Extent, check_live, check_pieces, check_
 from zeepo.memory.transfers import TransferQueue
 from zeepo.units import enough_bytes, format_bytes
 
-PART_BYTES = 8 << 20
+PART_BYTES = 16 << 20
 """A transfer is cut in parts of about this size, so that one extent keeps every thread busy. Every
 part takes the interpreter's lock from the training thread for a moment: rather few."""
 
@@ -78,14 +78,14 @@ class DiskTier:
                     Mapping(block_bytes) if pool is None else pool.acquire(block_bytes, "staging")
                 )
         except BaseException:
-            _close_all(os.getpid(), None, self.directories)
+            _close_all(os.getpid(), None, None, self.directories)
             self._release_staging(staging)
             raise
         self._staging = staging
-        self._block_io = block_io(staging)
         self._queue = TransferQueue("disk", num_threads)
+        self._block_io = block_io(staging, self._queue.waiting)
         self._finalizer = weakref.finalize(
-            self, _close_all, os.getpid(), self._queue, self.directories
+            self, _close_all, os.getpid(), self._queue, self._block_io, self.directories
         )
 
     @property
@@ -262,6 +262,7 @@ class DiskTier:
 def _close_all(
     owner_pid: int,
     queue: TransferQueue | None,
+    blocks: BlockIO | None,
     directories: list[DiskDirectory],
 ) -> None:
     """Threads first: nothing may still use the files that go next."""
@@ -269,6 +270,8 @@ def _close_all(
         return
     if queue is not None:
         queue.close()
+    if blocks is not None:
+        blocks.close()
     for directory in directories:
         directory.close()
 

@@ -40,12 +40,16 @@ def native_pieces(pieces: Sequence[Piece]) -> "ctypes.Array[_NativePiece]":
 
 
 def read_blocks(
-    native: ctypes.CDLL, part: NativePart, target_address: int, staging_address: int
+    native: ctypes.CDLL,
+    part: NativePart,
+    team: int | None,
+    target_address: int,
+    staging_address: int,
 ) -> tuple[int, int]:
     """How many blocks came back right, and why the next did not: an errno or one of the above."""
     failure = ctypes.c_int32(0)
     done = native.zeepo_read_blocks(
-        ctypes.byref(part), target_address, staging_address, ctypes.byref(failure)
+        ctypes.byref(part), team, target_address, staging_address, ctypes.byref(failure)
     )
     return done, failure.value
 
@@ -53,13 +57,14 @@ def read_blocks(
 def write_blocks(
     native: ctypes.CDLL,
     part: NativePart,
+    team: int | None,
     pieces: "ctypes.Array[_NativePiece]",
     staging_address: int,
 ) -> tuple[int, int]:
     """How many blocks were written, and the errno of the next."""
     failure = ctypes.c_int32(0)
     done = native.zeepo_write_blocks(
-        ctypes.byref(part), pieces, len(pieces), staging_address, ctypes.byref(failure)
+        ctypes.byref(part), team, pieces, len(pieces), staging_address, ctypes.byref(failure)
     )
     return done, failure.value
 
@@ -78,8 +83,11 @@ def _checked(native: ctypes.CDLL, path: Path) -> ctypes.CDLL:
     native.zeepo_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     address, count = ctypes.c_void_p, ctypes.c_int64
     native.zeepo_read_blocks.restype = native.zeepo_write_blocks.restype = count
-    native.zeepo_read_blocks.argtypes = [address, address, address, address]
-    native.zeepo_write_blocks.argtypes = [address, address, count, address, address]
+    native.zeepo_read_blocks.argtypes = [address, address, address, address, address]
+    native.zeepo_write_blocks.argtypes = [address, address, address, count, address, address]
+    native.zeepo_team_new.restype = address
+    native.zeepo_team_new.argtypes = [ctypes.c_int32]
+    native.zeepo_team_free.argtypes = [address]
     if native.zeepo_part_bytes() != ctypes.sizeof(NativePart):
         raise InternalError(
             f"{path} was built from other sources than this package: install zeepo again, or in a "

@@ -22,13 +22,36 @@ Part = Callable[[int], None]
 """One share of a transfer; called once with the index of the thread that runs it."""
 
 
-class Transfer(Future[None]):
-    """A request's future, which tells how far it is."""
+class Waiting:
+    """How many threads stand still until a transfer is done."""
 
-    def __init__(self, num_parts: int) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_threads = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.num_threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.num_threads -= 1
+
+
+class Transfer(Future[None]):
+    """A request's future, which tells how far it is, and the queue who waits for it."""
+
+    def __init__(self, num_parts: int, waiting: Waiting) -> None:
         super().__init__()
         self.num_parts = num_parts
         self.num_parts_done = 0
+        self._waiting = waiting
+
+    def result(self, timeout: float | None = None) -> None:
+        if self.done():
+            return super().result(timeout)
+        with self._waiting:
+            return super().result(timeout)
 
 
 class Lane:
@@ -56,6 +79,7 @@ class _Request:
         parts: Sequence[Part],
         exclusive: bool,
         on_done: Callable[[], None] | None,
+        waiting: Waiting,
     ) -> None:
         self.sequence = sequence
         self.lane = lane
@@ -66,7 +90,7 @@ class _Request:
         self.num_blockers = 0
         self.dependents: list[_Request] = []
         self.error: Exception | None = None
-        self.future = Transfer(len(parts))
+        self.future = Transfer(len(parts), waiting)
         self.future.set_running_or_notify_cancel()  # A transfer cannot be cancelled half way.
 
 
@@ -75,6 +99,7 @@ class TransferQueue:
 
     def __init__(self, name: str, num_threads: int) -> None:
         self.name = name
+        self.waiting = Waiting()
         self._owner_pid = os.getpid()
         self._changed = threading.Condition()
         self._ready: list[tuple[int, int, _Request, Part]] = []
@@ -99,7 +124,7 @@ class TransferQueue:
         """Queue a request. `on_done` runs just before the future completes, failed or not."""
         with self._changed:
             self._check_usable()
-            request = _Request(self._next_sequence, lane, parts, exclusive, on_done)
+            request = _Request(self._next_sequence, lane, parts, exclusive, on_done, self.waiting)
             self._next_sequence += 1
             self._block(request)
             finished: list[_Request] = []
