@@ -21,6 +21,7 @@ typedef struct {
     int32_t alignment;
     int64_t offset;      /* of the part's first block in the file */
     int64_t block_bytes; /* of every block but an extent's last */
+    int64_t grain_bytes; /* of every grain but a block's last: each has a checksum */
     int64_t nbytes;      /* of the extent */
     int64_t num_blocks;  /* of the part */
     const int64_t *blocks;
@@ -94,7 +95,7 @@ static int64_t place_of(const Part *part, int64_t i) {
 static int64_t start_of(const Part *part, int64_t i) { return part->blocks[i] * part->block_bytes; }
 
 static uint64_t *checksums_of(const Part *part, int64_t i) {
-    const int64_t num_grains = (part->block_bytes + GRAIN_BYTES - 1) / GRAIN_BYTES;
+    const int64_t num_grains = padded(part->block_bytes, part->grain_bytes) / part->grain_bytes;
     return part->checksums + part->blocks[i] * num_grains;
 }
 
@@ -119,7 +120,7 @@ static int32_t read_block(const Part *part, int64_t i, char *target, char *stagi
 /* How many blocks came back right; if not all, `failure` says why the next did not. */
 int64_t zeepo_read_blocks(const Part *part, Team *team, char *target, char *staging,
                           int32_t *failure) {
-    Round round = new_round(team);
+    Round round = new_round(team, part->grain_bytes);
     int64_t done = 0;
     *failure = 0;
     while (done < part->num_blocks && !*failure) {
@@ -187,7 +188,7 @@ static int32_t write_block(const Part *part, int64_t i, const Piece *pieces, int
     assemble(pieces, num_pieces, low + direct, high, staging);
     memset(staging + rest, 0, (size_t)(whole - rest));
     if (!source) { /* at once: the next block needs the same staging */
-        Round own = new_round(round->team);
+        Round own = new_round(round->team, part->grain_bytes);
         take_checksums(&own, staging, count, checksums_of(part, i));
         finish(&own);
     }
@@ -198,7 +199,7 @@ static int32_t write_block(const Part *part, int64_t i, const Piece *pieces, int
 /* How many blocks were written; if not all, `failure` says why the next was not. */
 int64_t zeepo_write_blocks(const Part *part, Team *team, const Piece *pieces, int64_t num_pieces,
                            char *staging, int32_t *failure) {
-    Round round = new_round(team);
+    Round round = new_round(team, part->grain_bytes);
     int64_t done = 0;
     *failure = 0;
     while (done < part->num_blocks && !*failure) {

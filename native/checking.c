@@ -74,9 +74,11 @@ Team *zeepo_team_new(int32_t num_threads) {
     pthread_mutex_init(&team->lock, NULL);
     pthread_cond_init(&team->has_grains, NULL);
     pthread_cond_init(&team->has_done, NULL);
-    sigset_t all, before; /* signals are for Python's threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigset_t others, before; /* signals are for Python's threads, but for those of a fault here */
+    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP};
+    sigfillset(&others);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&others, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
     while (team->num_threads < num_threads && team->num_threads < MAX_THREADS &&
            !pthread_create(&team->threads[team->num_threads], NULL, work, team))
         team->num_threads++;
@@ -99,17 +101,19 @@ void zeepo_team_free(Team *team) {
     free(team);
 }
 
-Round new_round(Team *team) { return (Round){.team = team, .num_left = 0, .wrong = -1}; }
+Round new_round(Team *team, int64_t grain_bytes) {
+    return (Round){.team = team, .grain_bytes = grain_bytes, .num_left = 0, .wrong = -1};
+}
 
 /* Onto the list; what has no place there is done here. */
 static void give(Round *round, const char *bytes, int64_t count, uint64_t *checksums,
                  int64_t block) {
     Team *team = round->team;
     if (team) pthread_mutex_lock(&team->lock);
-    for (int64_t low = 0; low < count; low += GRAIN_BYTES) {
+    const int64_t most = round->grain_bytes;
+    for (int64_t low = 0; low < count; low += most) {
         const int64_t left = count - low;
-        const Grain grain = {round, bytes + low, left < GRAIN_BYTES ? left : GRAIN_BYTES,
-                             checksums++, block};
+        const Grain grain = {round, bytes + low, left < most ? left : most, checksums++, block};
         if (!team) {
             note(round, &grain, check(&grain));
             continue;

@@ -6,7 +6,7 @@ import os
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from zeepo.errors import CorruptionError
+from zeepo.errors import CorruptionError, DiskError
 from zeepo.memory import native_blocks
 from zeepo.memory.block_io import GRAIN_BYTES, NativeBlocks
 from zeepo.memory.disk_tier import DiskTier
@@ -32,6 +32,14 @@ def test_checksums_are_those_of_xxhash(name: str, nbytes: int) -> None:
         assert checksum(area.address + start, nbytes) == xxh3_64_intdigest(view)
 
 
+@pytest.fixture(params=["by a team", "by each thread"])
+def who_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes the checksums, whether anybody waits or not."""
+    has_team = request.param == "by a team"
+    monkeypatch.setattr(NativeBlocks, "_helpers", lambda self: self._team if has_team else None)
+
+
+@pytest.mark.usefixtures("who_checks")
 @pytest.mark.parametrize("direct", [None, False], ids=["auto", "buffered"])
 @pytest.mark.parametrize("block_bytes", [BLOCK, GRAINS], ids=["one grain", "three grains"])
 def test_both_ways_write_the_same_file(
@@ -69,13 +77,6 @@ def test_both_ways_write_the_same_file(
         tier.close()
     assert files[0] == files[1]
     assert checksums[0] == checksums[1]
-
-
-@pytest.fixture(params=["by a team", "by each thread"])
-def who_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes the checksums, whether anybody waits or not."""
-    has_team = request.param == "by a team"
-    monkeypatch.setattr(NativeBlocks, "_helpers", lambda self: self._team if has_team else None)
 
 
 @pytest.mark.usefixtures("who_checks")
@@ -120,4 +121,33 @@ def test_more_grains_than_a_team_can_list(tmp_path: object) -> None:
     target = Mapping(nbytes)
     tier.read(extent, target.memory[:nbytes]).result()
     assert target.memory[:nbytes] == content.memory[:nbytes]
+    tier.close()
+
+
+def test_the_team_ends_with_its_tier(tmp_path: object) -> None:
+    """Python does not see its threads: the system does."""
+    before = len(os.listdir("/proc/self/task"))
+    tier = DiskTier([tmp_path])  # type: ignore[list-item]
+    assert len(os.listdir("/proc/self/task")) == before + 4
+    tier.close()
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+@pytest.mark.usefixtures("who_checks")
+def test_a_file_that_ends_too_soon_fails_after_what_was_read_is_checked(tmp_path: object) -> None:
+    """The first block is wrong, the last is not there: what is said is what comes first."""
+    nbytes = 3 * GRAINS
+    content = Mapping(nbytes)
+    content.memory[:nbytes] = os.urandom(nbytes)
+    tier = DiskTier([tmp_path], block_bytes=GRAINS)  # type: ignore[list-item]
+    extent = tier.allocate("a", nbytes)
+    tier.write(extent, [(0, content.memory[:nbytes])]).result()
+    path = tier.directories[0].file.path
+    os.truncate(path, 2 * GRAINS)
+    with pytest.raises(DiskError, match="ends"):
+        tier.read(extent, content.memory[:nbytes]).result()
+    with path.open("r+b") as file:
+        file.write(b"other bytes")
+    with pytest.raises(CorruptionError, match=f"its bytes 0 to {GRAINS} "):
+        tier.read(extent, content.memory[:nbytes]).result()
     tier.close()

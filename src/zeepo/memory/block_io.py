@@ -27,7 +27,7 @@ from zeepo.memory.transfers import Waiting
 from zeepo.units import format_bytes
 
 GRAIN_BYTES = 1 << 20
-"""Every so many bytes of a block have a checksum, as in native/checking.h."""
+"""Every so many bytes of a block have a checksum: several threads can share a block."""
 
 
 class DiskExtent(Extent):
@@ -82,6 +82,7 @@ class PartPlan:
             alignment=file.alignment_bytes,
             offset=offset,
             block_bytes=extent.block_bytes,
+            grain_bytes=GRAIN_BYTES,
             nbytes=extent.nbytes,
             num_blocks=len(blocks),
             blocks=self.blocks.buffer_info()[0],

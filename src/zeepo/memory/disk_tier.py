@@ -24,7 +24,7 @@ from zeepo.memory.mapping import PAGE_BYTES, Mapping, address_of, round_up
 from zeepo.memory.pool import Buffer, BufferPool
 from zeepo.memory.striping import StripePattern
 from zeepo.memory.tier import Describe, Extent, check_live, check_pieces, check_target
-from zeepo.memory.transfers import TransferQueue
+from zeepo.memory.transfers import TransferQueue, Waiting
 from zeepo.units import enough_bytes, format_bytes
 
 PART_BYTES = 16 << 20
@@ -82,8 +82,9 @@ class DiskTier:
             self._release_staging(staging)
             raise
         self._staging = staging
-        self._queue = TransferQueue("disk", num_threads)
-        self._block_io = block_io(staging, self._queue.waiting)
+        waiting = Waiting()
+        self._block_io = block_io(staging, waiting)
+        self._queue = TransferQueue("disk", num_threads, waiting)
         self._finalizer = weakref.finalize(
             self, _close_all, os.getpid(), self._queue, self._block_io, self.directories
         )

@@ -7,11 +7,9 @@ from Python, with the same checksums.
 
 import ctypes
 from collections.abc import Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
-from zeepo.errors import InternalError
 from zeepo.memory.tier import Piece
+from zeepo.native import load
 
 FILE_ENDED, WRONG_CHECKSUM = -1, -2
 
@@ -24,6 +22,7 @@ class NativePart(ctypes.Structure):
         ("alignment", ctypes.c_int32),
         ("offset", ctypes.c_int64),
         ("block_bytes", ctypes.c_int64),
+        ("grain_bytes", ctypes.c_int64),
         ("nbytes", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64),
         ("blocks", ctypes.c_void_p),
@@ -69,32 +68,17 @@ def write_blocks(
     return done, failure.value
 
 
-def _load() -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_block_io{suffix}")
-        if path.exists():
-            return _checked(ctypes.CDLL(str(path)), path)
-    return None
-
-
-def _checked(native: ctypes.CDLL, path: Path) -> ctypes.CDLL:
-    native.zeepo_part_bytes.restype = ctypes.c_int64
-    native.zeepo_checksum.restype = ctypes.c_uint64
-    native.zeepo_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+def _declare(native: ctypes.CDLL) -> None:
     address, count = ctypes.c_void_p, ctypes.c_int64
+    native.zeepo_checksum.restype = ctypes.c_uint64
+    native.zeepo_checksum.argtypes = [address, count]
     native.zeepo_read_blocks.restype = native.zeepo_write_blocks.restype = count
     native.zeepo_read_blocks.argtypes = [address, address, address, address, address]
     native.zeepo_write_blocks.argtypes = [address, address, address, count, address, address]
     native.zeepo_team_new.restype = address
     native.zeepo_team_new.argtypes = [ctypes.c_int32]
     native.zeepo_team_free.argtypes = [address]
-    if native.zeepo_part_bytes() != ctypes.sizeof(NativePart):
-        raise InternalError(
-            f"{path} was built from other sources than this package: install zeepo again, or in a "
-            "clone run `make native`."
-        )
-    return native
 
 
-library = _load()
+library = load(__file__, "_block_io", NativePart, "zeepo_part_bytes", _declare)
 """None without a compiler."""

@@ -53,6 +53,12 @@ class Transfer(Future[None]):
         with self._waiting:
             return super().result(timeout)
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if self.done():
+            return super().exception(timeout)
+        with self._waiting:
+            return super().exception(timeout)
+
 
 class Lane:
     """The requests of one extent that are not done, in order; touched under the queue's lock."""
@@ -97,9 +103,9 @@ class _Request:
 class TransferQueue:
     """Daemon threads that run the parts of transfers, oldest request first."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, waiting: Waiting | None = None) -> None:
         self.name = name
-        self.waiting = Waiting()
+        self._waiting = waiting or Waiting()
         self._owner_pid = os.getpid()
         self._changed = threading.Condition()
         self._ready: list[tuple[int, int, _Request, Part]] = []
@@ -124,7 +130,7 @@ class TransferQueue:
         """Queue a request. `on_done` runs just before the future completes, failed or not."""
         with self._changed:
             self._check_usable()
-            request = _Request(self._next_sequence, lane, parts, exclusive, on_done, self.waiting)
+            request = _Request(self._next_sequence, lane, parts, exclusive, on_done, self._waiting)
             self._next_sequence += 1
             self._block(request)
             finished: list[_Request] = []

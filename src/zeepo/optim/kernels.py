@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from zeepo.errors import ConfigError, InternalError
+from zeepo import native
+from zeepo.errors import ConfigError
 from zeepo.optim.formats import Format
 from zeepo.optim.updates import Update
 
@@ -61,17 +60,9 @@ class _Update(ctypes.Structure):
     )
 
 
-def _load() -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_kernels{suffix}")
-        if path.exists():
-            return _checked(ctypes.CDLL(str(path)), path)
-    return None
-
-
-def _checked(library: ctypes.CDLL, path: Path) -> ctypes.CDLL:
+def _declare(library: ctypes.CDLL) -> None:
+    library.zeepo_best_level.restype = ctypes.c_int32
     library.zeepo_level_name.restype = ctypes.c_char_p
-    library.zeepo_update_bytes.restype = ctypes.c_int64
     library.zeepo_float_mode.restype = ctypes.c_uint64
     library.zeepo_update.argtypes = [
         ctypes.POINTER(_Update),
@@ -80,15 +71,9 @@ def _checked(library: ctypes.CDLL, path: Path) -> ctypes.CDLL:
         ctypes.c_int32,
         ctypes.c_uint64,
     ]
-    if library.zeepo_update_bytes() != ctypes.sizeof(_Update):
-        raise InternalError(
-            f"{path} was built from other sources than this package: install zeepo again, or in a "
-            "clone run `make native`."
-        )
-    return library
 
 
-_library = _load()
+_library = native.load(__file__, "_kernels", _Update, "zeepo_update_bytes", _declare)
 _level = 0 if _library is None else int(_library.zeepo_best_level())
 _is_off = False
 _pool: ThreadPoolExecutor | None = None
@@ -135,18 +120,18 @@ def in_use() -> bool:
 def run(update: Update) -> None:
     """Carry out an update of contiguous, ordinary tensors in memory."""
     assert _library is not None
-    native = _native(update)
+    call = _native(update)
     numel = update.numel
     mode = _library.zeepo_float_mode()
     parts = max(1, min(torch.get_num_threads(), numel // LEAST_PER_THREAD))
     if parts == 1:
-        _library.zeepo_update(native, 0, numel, _level, mode)
+        _library.zeepo_update(call, 0, numel, _level, mode)
         return
     slices = _slices(numel, parts)  # each thread takes the next: a late one takes fewer
     pool = _threads(parts - 1)
-    futures = [pool.submit(_run_slices, native, slices, mode) for _ in range(parts - 1)]
+    futures = [pool.submit(_run_slices, call, slices, mode) for _ in range(parts - 1)]
     try:
-        _run_slices(native, slices, mode)
+        _run_slices(call, slices, mode)
     finally:
         wait(futures)  # they write to memory that is only lent for this call
     for future in futures:
@@ -160,12 +145,12 @@ def _slices(numel: int, parts: int) -> deque[tuple[int, int]]:
     return deque((start, min(size, numel - start)) for start in range(0, numel, size))
 
 
-def _run_slices(native: _Update, slices: deque[tuple[int, int]], mode: int) -> None:
+def _run_slices(call: _Update, slices: deque[tuple[int, int]], mode: int) -> None:
     assert _library is not None
     with suppress(IndexError):
         while True:
             start, count = slices.popleft()
-            _library.zeepo_update(native, start, count, _level, mode)
+            _library.zeepo_update(call, start, count, _level, mode)
 
 
 def _native(update: Update) -> _Update:
