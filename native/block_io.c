@@ -3,7 +3,7 @@
  * Checksums are taken by a team (checking.c) while the next blocks are read or written.
  *
  * Memory that is aligned as the file demands moves without a copy; the rest (unaligned memory,
- * blocks with gaps, an end that is not a whole page) goes through `staging`, room for one block. */
+ * blocks with gaps, an end that is not a whole page) goes through `staging`, room for one grain. */
 
 #define _GNU_SOURCE
 #include "checking.h"
@@ -103,15 +103,15 @@ static uint64_t *checksums_of(const Part *part, int64_t i) {
 static int32_t read_block(const Part *part, int64_t i, char *target, char *staging, Round *round) {
     const int64_t low = start_of(part, i), count = end_of(part, i) - low;
     char *memory = target + low;
-    const int64_t direct =
-        is_aligned(part, memory) ? count / part->alignment * part->alignment : 0;
-    const int64_t rest = count - direct;
+    int64_t at = is_aligned(part, memory) ? count / part->alignment * part->alignment : 0;
     int32_t failure = 0;
-    read_all(part->fd, memory, direct, place_of(part, i), &failure);
-    if (!failure && rest) {
-        const int64_t whole = padded(rest, part->alignment);
-        read_all(part->fd, staging, whole, place_of(part, i) + direct, &failure);
-        if (!failure) memcpy(memory + direct, staging, (size_t)rest);
+    read_all(part->fd, memory, at, place_of(part, i), &failure);
+    while (!failure && at < count) {
+        const int64_t some = smaller(part->grain_bytes, count - at);
+        const int64_t whole = padded(some, part->alignment);
+        read_all(part->fd, staging, whole, place_of(part, i) + at, &failure);
+        if (!failure) memcpy(memory + at, staging, (size_t)some);
+        at += some;
     }
     if (!failure) compare_checksums(round, memory, count, checksums_of(part, i), i);
     return failure;
@@ -175,24 +175,22 @@ static int32_t write_block(const Part *part, int64_t i, const Piece *pieces, int
                            char *staging, Round *round) {
     const int64_t low = start_of(part, i), high = end_of(part, i), count = high - low;
     const char *source = direct_source(part, pieces, num_pieces, low, high);
-    int64_t direct = 0;
+    int64_t at = 0;
     int32_t failure = 0;
     if (source) {
         take_checksums(round, source, count, checksums_of(part, i));
-        direct = count / part->alignment * part->alignment;
-        write_all(part->fd, source, direct, place_of(part, i), &failure);
+        at = count / part->alignment * part->alignment;
+        write_all(part->fd, source, at, place_of(part, i), &failure);
     }
-    const int64_t rest = count - direct;
-    if (failure || !rest) return failure;
-    const int64_t whole = padded(rest, part->alignment);
-    assemble(pieces, num_pieces, low + direct, high, staging);
-    memset(staging + rest, 0, (size_t)(whole - rest));
-    if (!source) { /* at once: the next block needs the same staging */
-        Round own = new_round(round->team, part->grain_bytes);
-        take_checksums(&own, staging, count, checksums_of(part, i));
-        finish(&own);
+    while (!failure && at < count) { /* the end that is not a whole page, or grain by grain */
+        const int64_t some = smaller(part->grain_bytes, count - at);
+        const int64_t whole = padded(some, part->alignment);
+        assemble(pieces, num_pieces, low + at, low + at + some, staging);
+        memset(staging + some, 0, (size_t)(whole - some));
+        if (!source) checksums_of(part, i)[at / part->grain_bytes] = zeepo_checksum(staging, some);
+        write_all(part->fd, staging, whole, place_of(part, i) + at, &failure);
+        at += some;
     }
-    write_all(part->fd, staging, whole, place_of(part, i) + direct, &failure);
     return failure;
 }
 

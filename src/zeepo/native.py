@@ -1,4 +1,4 @@
-"""Loads the native parts (native/): plain shared libraries, built beside the modules that use them."""
+"""Loads the native parts (native/): shared libraries, built beside the modules that use them."""
 
 import ctypes
 from collections.abc import Callable

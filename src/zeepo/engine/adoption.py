@@ -38,7 +38,7 @@ from zeepo.planner.machine import available_ram_bytes, resident_growth_bytes, sp
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
 from zeepo.planner.units import Unit, find_units, largest_unit_bytes
 
-STAGING_BYTES = 8 << 20
+STAGING_BYTES = 2 << 20
 """What the disk tier takes for its threads."""
 
 

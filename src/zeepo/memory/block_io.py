@@ -3,7 +3,7 @@
 Invariant: a block's checksum is taken from the bytes as they are sent to the file, and a read
 completes only after every block it brought back has the checksum of its last write. Memory that is
 aligned as the file demands moves without a copy; the rest (unaligned memory, blocks with gaps, an
-end that is not a whole page) goes through this thread's staging buffer, a block at a time.
+end that is not a whole page) goes through this thread's staging buffer, a grain at a time.
 
 `NativeBlocks` does that in C, `PythonBlocks` where nothing was compiled.
 """
@@ -50,18 +50,20 @@ class DiskExtent(Extent):
         low = block * self.block_bytes
         return low, min(low + self.block_bytes, self.nbytes)
 
-    def grains(self, block: int, content: memoryview) -> Iterator[tuple[int, int]]:
-        """Of a block with this content: where a grain's checksum is, and what it should be."""
-        first = block * self.grains_per_block
-        for index, low in enumerate(range(0, content.nbytes, GRAIN_BYTES), first):
-            yield index, xxh3_64_intdigest(content[low : low + GRAIN_BYTES])
-
-    def take_checksums(self, block: int, content: memoryview) -> None:
-        for index, found in self.grains(block, content):
+    def take_checksums(self, block: int, content: memoryview, low: int = 0) -> None:
+        """Of what a block holds from `low` on, where a grain begins."""
+        for index, found in self._found(block, content, low):
             self.checksums[index] = found
 
     def is_right(self, block: int, content: memoryview) -> bool:
-        return all(self.checksums[index] == found for index, found in self.grains(block, content))
+        found_all = self._found(block, content, 0)
+        return all(self.checksums[index] == found for index, found in found_all)
+
+    def _found(self, block: int, content: memoryview, low: int) -> Iterator[tuple[int, int]]:
+        """Where each grain's checksum is kept, and what it should be."""
+        first = block * self.grains_per_block + low // GRAIN_BYTES
+        for index, start in enumerate(range(0, content.nbytes, GRAIN_BYTES), first):
+            yield index, xxh3_64_intdigest(content[start : start + GRAIN_BYTES])
 
 
 class PartPlan:
@@ -104,7 +106,7 @@ class Sources:
 
 
 class BlockIO(Protocol):
-    """Runs parts; one staging buffer per thread, with room for one block."""
+    """Runs parts; one staging buffer per thread, with room for one grain."""
 
     def write_part(
         self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
@@ -190,23 +192,23 @@ class PythonBlocks:
         alignment = part.file.alignment_bytes
         for i, block in enumerate(part.blocks):
             low, high = extent.block_range(block)
+            offset = part.offset + i * extent.block_bytes - low
             piece = _covering(sources.pieces, low, high)
-            direct_bytes, parts = 0, []
+            at = low
             if piece is not None and (piece.address + low - piece.low) % alignment == 0:
-                direct_bytes = (high - low) // alignment * alignment
-            staged_bytes = high - low - direct_bytes
-            if piece is not None and direct_bytes:
+                at += (high - low) // alignment * alignment
+            is_direct = at > low
+            if piece is not None and is_direct:
                 source = piece.memory[low - piece.low : high - piece.low]
                 extent.take_checksums(block, source)
-                parts.append(source[:direct_bytes])
-            if staged_bytes:
-                padded_bytes = round_up(staged_bytes, alignment)
-                assemble(sources.pieces, low + direct_bytes, high, staging_address)
-                ctypes.memset(staging_address + staged_bytes, 0, padded_bytes - staged_bytes)
-                if not direct_bytes:
-                    extent.take_checksums(block, staging[:staged_bytes])
-                parts.append(staging[:padded_bytes])
-            part.file.write(part.offset + i * extent.block_bytes, parts)
+                part.file.write(offset + low, [source[: at - low]])
+            for start, stop in _grains(at, high):
+                padded_bytes = round_up(stop - start, alignment)
+                assemble(sources.pieces, start, stop, staging_address)
+                ctypes.memset(staging_address + stop - start, 0, padded_bytes - (stop - start))
+                if not is_direct:
+                    extent.take_checksums(block, staging[: stop - start], start - low)
+                part.file.write(offset + start, [staging[:padded_bytes]])
 
     def read_part(
         self,
@@ -220,23 +222,25 @@ class PythonBlocks:
         alignment = part.file.alignment_bytes
         for i, block in enumerate(part.blocks):
             low, high = extent.block_range(block)
-            direct_bytes, parts = 0, []
+            offset = part.offset + i * extent.block_bytes - low
+            at = low
             if (target_address + low) % alignment == 0:
-                direct_bytes = (high - low) // alignment * alignment
-            staged_bytes = high - low - direct_bytes
-            if direct_bytes:
-                parts.append(target[low : low + direct_bytes])
-            if staged_bytes:
-                parts.append(staging[: round_up(staged_bytes, alignment)])
-            part.file.read(part.offset + i * extent.block_bytes, parts)
-            if staged_bytes:
-                staged_at = target_address + low + direct_bytes
-                ctypes.memmove(staged_at, staging_address, staged_bytes)
+                at += (high - low) // alignment * alignment
+            if at > low:
+                part.file.read(offset + low, [target[low:at]])
+            for start, stop in _grains(at, high):
+                part.file.read(offset + start, [staging[: round_up(stop - start, alignment)]])
+                ctypes.memmove(target_address + start, staging_address, stop - start)
             if not extent.is_right(block, target[low:high]):
                 raise _corruption(extent, part, i)
 
     def close(self) -> None:
         pass
+
+
+def _grains(low: int, high: int) -> Iterator[tuple[int, int]]:
+    for start in range(low, high, GRAIN_BYTES):
+        yield start, min(start + GRAIN_BYTES, high)
 
 
 def _corruption(extent: DiskExtent, part: PartPlan, index: int) -> CorruptionError:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from zeepo.errors import DiskError, InternalError
-from zeepo.memory.block_io import BlockIO, DiskExtent, PartPlan, Sources, block_io
+from zeepo.memory.block_io import GRAIN_BYTES, BlockIO, DiskExtent, PartPlan, Sources, block_io
 from zeepo.memory.disk_directory import DiskDirectory
 from zeepo.memory.mapping import PAGE_BYTES, Mapping, address_of, round_up
 from zeepo.memory.pool import Buffer, BufferPool
@@ -59,7 +59,8 @@ class DiskTier:
         self.limit_bytes = limit_bytes
         self.block_bytes = block_bytes
         self._blocks_per_part = max(1, PART_BYTES // block_bytes)
-        self.staging_bytes = num_threads * block_bytes
+        each_bytes = min(block_bytes, GRAIN_BYTES)
+        self.staging_bytes = num_threads * each_bytes
         self._changed = threading.Condition()
         self._used_bytes = 0
         self._peak_bytes = 0
@@ -75,7 +76,7 @@ class DiskTier:
             self._pattern = StripePattern(weights or self._measure_weights())
             for _ in range(num_threads):
                 staging.append(
-                    Mapping(block_bytes) if pool is None else pool.acquire(block_bytes, "staging")
+                    Mapping(each_bytes) if pool is None else pool.acquire(each_bytes, "staging")
                 )
         except BaseException:
             _close_all(os.getpid(), None, None, self.directories)
