@@ -55,7 +55,7 @@ def test_mnist(num_ranks: int, num_epochs: int) -> None:
 
 def test_binary_classification(tmp_path: Path) -> None:
     shown = run(
-        "examples/binary_classification.py", "--width=384", "--steps=3", "--ram=118MiB",
+        "examples/binary_classification.py", "--width=384", "--steps=3", "--ram=112MiB",
         f"--disk={tmp_path}",
     )  # fmt: skip
     moved = re.search(r"zeepo moved ([\d,]+) MiB", shown)

@@ -12,11 +12,12 @@ from torch import nn
 
 import zeepo
 from tests.faults.small import open_at_minimum
+from zeepo.engine.adoption import STAGING_BYTES
 from zeepo.engine.lazy import LazyManager
 from zeepo.engine.managed import home_of
-from zeepo.units import KiB, MiB
+from zeepo.units import KiB
 
-LAZY_RAM = 8 * MiB + 256 * KiB
+LAZY_RAM = STAGING_BYTES + 256 * KiB
 
 
 def gpt2() -> Any:
