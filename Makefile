@@ -88,5 +88,5 @@ bench-ranks: $(STAMP) peers-env
 	$(BIN)/python benchmarks/rank_peers.py --ranks 1,2,4
 
 clean:
-	rm -rf build dist src/zeepo/optim/_kernels* .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf build dist src/zeepo/optim/_kernels* src/zeepo/memory/_block_io* .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
