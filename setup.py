@@ -1,6 +1,6 @@
 """Builds the native parts; everything else is in pyproject.toml.
 
-They are plain shared libraries without Python's headers, found and loaded by
+They are plain shared libraries without Python's headers, loaded by `zeepo/native.py` for
 `zeepo/optim/kernels.py` and `zeepo/memory/native_blocks.py`. They are optional: without a compiler
 the package installs all the same, the optimizers use torch's operations and the disk tier
 Python's, with the same results.

@@ -12,9 +12,9 @@ from torch import nn
 
 import zeepo
 from tests.faults.small import open_at_minimum
-from zeepo.engine.adoption import STAGING_BYTES
 from zeepo.engine.lazy import LazyManager
 from zeepo.engine.managed import home_of
+from zeepo.memory.disk_tier import STAGING_BYTES
 from zeepo.units import KiB
 
 LAZY_RAM = STAGING_BYTES + 256 * KiB

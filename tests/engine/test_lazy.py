@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import zeepo
-from zeepo.engine.adoption import STAGING_BYTES
 from zeepo.engine.lazy import LazyManager
 from zeepo.engine.managed import home_of
 from zeepo.engine.tuning import tuned
 from zeepo.errors import BudgetError, SessionError
+from zeepo.memory.disk_tier import STAGING_BYTES
 from zeepo.units import KiB, MiB
 
 RAM = STAGING_BYTES + 96 * KiB

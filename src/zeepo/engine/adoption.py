@@ -26,6 +26,7 @@ from zeepo.engine.regions import largest_region_bytes
 from zeepo.engine.team import Team
 from zeepo.engine.tuning import tuning
 from zeepo.errors import ConfigError, UnsupportedError
+from zeepo.memory.disk_tier import STAGING_BYTES
 from zeepo.memory.heap import give_back_free_memory
 from zeepo.memory.tier import Tier
 from zeepo.optim.catalogue import (
@@ -37,9 +38,6 @@ from zeepo.optim.catalogue import (
 from zeepo.planner.machine import available_ram_bytes, resident_growth_bytes, spare_bytes
 from zeepo.planner.plan import Plan, UnitPlan, rank_buffers
 from zeepo.planner.units import Unit, find_units, largest_unit_bytes
-
-STAGING_BYTES = 2 << 20
-"""What the disk tier takes for its threads."""
 
 
 def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

@@ -31,6 +31,10 @@ PART_BYTES = 16 << 20
 """A transfer is cut in parts of about this size, so that one extent keeps every thread busy. Every
 part takes the interpreter's lock from the training thread for a moment: rather few."""
 
+NUM_THREADS = 2
+STAGING_BYTES = NUM_THREADS * GRAIN_BYTES
+"""What these threads take of a budget."""
+
 
 class DiskTier:
     """Extents on disk.
@@ -45,7 +49,7 @@ class DiskTier:
         self,
         directories: Sequence[Path],
         limit_bytes: int | None = None,
-        num_threads: int = 2,
+        num_threads: int = NUM_THREADS,
         block_bytes: int = 4 << 20,
         *,
         pool: BufferPool | None = None,
