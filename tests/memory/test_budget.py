@@ -6,7 +6,9 @@ from zeepo.memory import budget as budget_module
 from zeepo.memory.budget import (
     FIRST_SLACK_BYTES,
     LEAST_SLACK_BYTES,
+    LEFT_TO_TORCH_SHARE,
     SLOW_TO_RISE,
+    STEPS_REMEMBERED,
     SYSTEM_MARGIN_BYTES,
     RamBudget,
 )
@@ -113,6 +115,131 @@ def test_the_limit_falls_at_once_and_rises_late(process: Process) -> None:
     for _ in range(SLOW_TO_RISE - 2):
         assert process.look() == low
     assert process.look() > low
+
+
+def grow(process: Process, torch_bytes: int) -> int:
+    """Little by little: no rise of its own."""
+    while process.torch_bytes < torch_bytes:
+        process.torch_bytes += LEAST_SLACK_BYTES
+        process.look()
+    return process.look()
+
+
+def test_what_a_step_takes_for_a_while_is_left_to_torch_in_the_next(process: Process) -> None:
+    before, after = [], []
+    for _ in range(6):
+        process.torch_bytes = 96 * MiB
+        before.append(process.look_until_risen())
+        after.append(grow(process, 296 * MiB))
+        process.budget.end_step()
+    low = RAM - 296 * MiB - LEAST_SLACK_BYTES
+    assert before[0] == before[1] > after[0]  # not known yet
+    assert before[-2:] == after[-2:] == [low, low]
+    process.torch_bytes = 96 * MiB
+    for _ in range(STEPS_REMEMBERED):
+        risen = process.look_until_risen()
+        process.budget.end_step()
+    assert risen == low + 200 * MiB
+
+
+def test_more_than_a_part_of_ram_is_not_left_idle(process: Process) -> None:
+    process.torch_bytes = 100 * MiB
+    high = process.look()
+    process.budget.end_step()
+    process.torch_bytes = 700 * MiB
+    low = process.look()
+    process.torch_bytes = 100 * MiB
+    assert process.look() == low
+    assert process.look_until_risen() == high - int(LEFT_TO_TORCH_SHARE * RAM) > low
+
+
+def steady(process: Process) -> int:
+    """After steps in which torch had 296 MiB at most, 96 at this moment."""
+    for _ in range(4):
+        process.torch_bytes = 96 * MiB
+        process.look_until_risen()
+        grow(process, 296 * MiB)
+        process.budget.end_step()
+    process.torch_bytes = 96 * MiB
+    low = process.look_until_risen()
+    assert process.budget.most_bytes == low + 200 * MiB
+    return low
+
+
+def test_what_is_left_to_torch_is_room_for_what_is_expected(process: Process) -> None:
+    low = steady(process)
+    process.budget.expect(250 * MiB)
+    with process.budget.all_offered():
+        assert process.ledger.limit_bytes == low + 200 * MiB
+    assert process.ledger.limit_bytes == low - 50 * MiB
+
+
+def test_what_is_left_to_torch_is_lent_once(process: Process) -> None:
+    low = steady(process)
+    assert process.budget.lend(150 * MiB)
+    assert not process.budget.lend(51 * MiB)
+    assert process.ledger.limit_bytes == low + 150 * MiB
+    assert process.look() == low
+    with process.budget.all_offered():
+        assert not process.budget.lend(1)
+
+
+def test_the_room_of_a_guest_that_has_to_leave_is_not_torchs(process: Process) -> None:
+    process.torch_bytes = 300 * MiB
+    before = process.look()
+    guests = [process.budget.admit("grads", 20 * MiB) for _ in range(10)]
+    process.torch_bytes -= 200 * MiB
+    assert process.look() == before + 200 * MiB
+    process.budget.keep_room_of(guests)
+    for guest in guests:
+        guest.release()
+    assert process.look() == before + 200 * MiB
+    assert process.ledger.guest_bytes == process.ledger.used_bytes == 0
+
+
+def test_what_torch_had_once_is_forgotten_without_steps(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_module, "LOOKS_OF_A_STEP", 2 * SLOW_TO_RISE)
+    low = steady(process)
+    for _ in range(4 * STEPS_REMEMBERED):
+        process.look_until_risen()
+    assert process.look() == low + 200 * MiB
+
+
+def test_free_memory_beyond_torchs_share_is_given_back(process: Process) -> None:
+    """One batch was much larger than all others."""
+    process.torch_bytes = 100 * MiB
+    process.look()
+    for _ in range(2):
+        process.budget.end_step()
+    buffer = process.pool.acquire(400 * MiB, "params")
+    buffer.touched()
+    process.torch_bytes = 590 * MiB
+    process.look()
+    process.budget.end_step()
+    assert process.num_trims == 0
+    process.free_heap_bytes = 450 * MiB
+    process.look()
+    assert process.num_trims == 1
+
+
+def test_a_gradient_that_goes_soon_leaves_its_room_to_torch(process: Process) -> None:
+    process.torch_bytes = 100 * MiB
+    process.look()
+    process.budget.end_step()
+    limits = []
+    for _ in range(3):
+        process.torch_bytes = 300 * MiB
+        process.look()
+        guest = process.budget.admit("grads", 200 * MiB)
+        process.torch_bytes = 100 * MiB
+        assert process.look() == limits[-1] + 200 * MiB if limits else True
+        guest.release()
+        limits += [process.ledger.limit_bytes, process.look()]
+    assert len(set(limits)) == 1
+    assert limits[0] == RAM - 300 * MiB - FIRST_SLACK_BYTES
+    assert process.budget._rise_bytes <= 200 * MiB
 
 
 def test_another_ram_counts_at_once(process: Process) -> None:

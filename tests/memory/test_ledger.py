@@ -67,6 +67,21 @@ def test_a_lowered_limit_stops_new_reservations_only() -> None:
     ledger.reserve("params", 50)
 
 
+def test_a_guest_brings_its_room_and_takes_it_along() -> None:
+    ledger = Ledger("ram", 100)
+    held = ledger.reserve("params", 90)
+    guest = ledger.admit("grads", 500)
+    assert (ledger.limit_bytes, ledger.used_bytes, ledger.free_bytes) == (600, 590, 10)
+    assert ledger.by_tag() == {"grads": 500, "params": 90}
+    ledger.limit_bytes = 550  # fell meanwhile
+    guest.release()
+    guest.release()
+    assert (ledger.limit_bytes, ledger.used_bytes, ledger.guest_bytes) == (50, 90, 0)
+    held.release()
+    assert ledger.free_bytes == 50
+    assert Ledger("ram", None).admit("grads", 5).nbytes == 5
+
+
 def test_context_manager_gives_back() -> None:
     ledger = Ledger("ram", 10)
     with ledger.reserve("temporary", 10) as reservation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -76,9 +77,11 @@ def can_be_made_stale(chunk: Chunk) -> bool:
     )
 
 
-def too_much_at_once(known: Iterable[Chunk], ledger: Ledger, wanted: Sequence[Chunk]) -> str | None:
+def too_much_at_once(
+    known: Iterable[Chunk], ledger: Ledger, wanted: Sequence[Chunk], limit_bytes: int | None
+) -> str | None:
     """Why `wanted` cannot all be in RAM at the same time; None if they can."""
-    if ledger.limit_bytes is None:
+    if limit_bytes is None:
         return None
     keys = {chunk.key for chunk in wanted}
     needed = sum(align_up(max(1, chunk.layout.nbytes), PAGE_BYTES) for chunk in wanted)
@@ -88,12 +91,12 @@ def too_much_at_once(known: Iterable[Chunk], ledger: Ledger, wanted: Sequence[Ch
         if (chunk.leases or chunk.home is None) and chunk.key not in keys
     )
     fixed_tags = [ledger.by_tag().get(tag, 0) for tag in ("staging", "copies")]
-    room = ledger.limit_bytes - staying - sum(fixed_tags)
+    room = limit_bytes - staying - sum(fixed_tags)
     if needed <= room:
         return None
     return (
         f"session.gathered needs {format_bytes(needed)} in ram at once, but only "
-        f"{format_bytes(max(0, room))} of {format_bytes(ledger.limit_bytes)} for training state "
+        f"{format_bytes(max(0, room))} of {format_bytes(limit_bytes)} for training state "
         f"can be had. Raise ram by at least {format_bytes(needed - room)}, or gather fewer "
         "parameters at a time."
     )
@@ -115,4 +118,13 @@ def no_room_message(chunks: Iterable[Chunk], ledger: Ledger, nbytes: int) -> str
         f"training state ({bill}); in use at this moment: {format_bytes(held)} "
         f"({names or 'nothing'}), kept in ram: {format_bytes(fixed)}. "
         f"Raise ram by at least {format_bytes(nbytes)}{give_disk}."
+    )
+
+
+def forked_message(owner_pid: int) -> str:
+    """Why this process cannot use the store."""
+    return (
+        f"zeepo's session belongs to process {owner_pid}; this is its forked child {os.getpid()}, "
+        "which cannot use the model's parameters. Give the child copies (clone(), state_dict()) "
+        "made before the fork, or start it with spawn."
     )

@@ -86,7 +86,7 @@ class Chunk:
         self.is_part = False
         """Part of a whole that is another chunk: not the user's to see, or to get back."""
         self.is_short_lived = False
-        """What comes in will be dropped soon: it is not worth a copy."""
+        """What comes in will be dropped soon: it is not worth a copy, and is a guest if large."""
         self.before_use: Callable[[], None] | None = None
         """What has to be done before anybody uses these bytes; it takes itself away."""
         self.raw_holds = 0

@@ -14,9 +14,10 @@ from zeepo.chunks.chunk import Chunk
 from zeepo.chunks.eviction import choose_victims
 from zeepo.chunks.layout import align_up
 from zeepo.chunks.moves import PAGE_BYTES, Moves
+from zeepo.chunks.residents import LARGE_SHARE
 
 SPOKEN_FOR_SHARE = 0.25
-"""Of the budget, the most that reading ahead leaves to gradients which come and go."""
+"""Of the budget, the most that reading ahead leaves to small gradients which come and go."""
 COPIES_KEPT = 2
 """How many copies of what is split over the ranks are kept, or read ahead, beside those in use."""
 
@@ -37,11 +38,12 @@ class Foresight:
         """These are leased now, beside what is leased already and what torch has made."""
         limit, in_ram = self._moves.ledger.limit_bytes, self._moves.in_ram
         if limit is not None:
-            held = sum(c.resident_bytes for c in in_ram.values() if c.leases or c.is_short_lived)
-            coming = sum(
-                c.layout.nbytes for c in chunks if c.key not in in_ram and not c.is_short_lived
-            )
-            self._moves.residents.note_lease(held + coming, limit)
+            held = [c for c in in_ram.values() if c.leases or c.is_short_lived]
+            coming = [c for c in chunks if c.key not in in_ram and not c.is_short_lived]
+            needed = sum(c.resident_bytes for c in held) + sum(c.layout.nbytes for c in coming)
+            worth_naming = LARGE_SHARE / 2 * limit  # the limit may be lower at another moment
+            leased = (c.key for c in (*held, *coming) if c.layout.nbytes > worth_naming)
+            self._moves.residents.note_lease(frozenset(leased), needed, limit)
 
     def let_copies_go(self) -> None:
         """Of copies of what is split over the ranks, keep the few that are needed soonest."""
@@ -121,16 +123,17 @@ class Foresight:
 
     def note_short_lived(self, chunk: Chunk) -> None:
         """Something came; if it will go soon, as much room is not worth filling meanwhile."""
-        if not chunk.is_short_lived:
-            return
-        self._short_lived_bytes = max(self._short_lived_bytes, self._held_for_short())
+        if chunk.is_short_lived:
+            self._short_lived_bytes = max(self._short_lived_bytes, self._held_for_short())
 
     def _held_for_short(self) -> int:
-        return sum(c.resident_bytes for c in self._moves.in_ram.values() if c.is_short_lived)
+        """Without guests, whose room is not the chunks'."""
+        short_lived = (c for c in self._moves.in_ram.values() if c.is_short_lived)
+        held = (r for c in short_lived for r in c.own_memory.values() if not r.is_guest)
+        return sum(reservation.nbytes for reservation in held)
 
     def _spoken_for_bytes(self) -> int:
-        """Room that reading ahead leaves to what torch is about to make. Filled, it would be
-        unmapped at once, and its pages would have to be cleared when they come back."""
+        """Room that reading ahead leaves to what torch is about to make: it would have to go."""
         if not self._short_lived_bytes:
             return 0
         missing = self._short_lived_bytes - self._held_for_short()

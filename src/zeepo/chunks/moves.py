@@ -24,6 +24,8 @@ from zeepo.chunks.losses import named
 from zeepo.chunks.residents import Residents
 from zeepo.chunks.trace import Trace
 from zeepo.errors import BudgetError, DiskError, InternalError, RankError
+from zeepo.memory.budget import WORTH_LEAVING_BYTES, RamBudget
+from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.transfers import Transfer
 from zeepo.sabotage import sabotaged
@@ -59,16 +61,25 @@ class Moves:
         """When no chunk can leave: makes room otherwise, and says whether that was of use."""
         self.wait_for_loan: Callable[[], bool] | None = None
         """Waits until a rank gives back what it borrowed; False if there is no such thing."""
-        self.unused_bytes: Callable[[], int] = lambda: 0
-        """What the process could still grow by, whatever the limit is at this moment."""
+        self.budget: RamBudget | None = None
+        """Moves the ledger's limit; without one the limit stays where it is."""
         self.must_have_room = False
         """While closing, values come before the budget: what no eviction frees is granted."""
+
+    def take_in(self, chunk: Chunk, nbytes: int) -> Reservation:
+        """Memory that torch has taken is the ledger's now; for a while only if it goes soon."""
+        if self.budget is not None:
+            if chunk.is_short_lived and nbytes >= WORTH_LEAVING_BYTES:
+                return self.budget.admit(chunk.kind.value, nbytes)
+            self.budget.hand_over(nbytes)
+        self.make_ledger_room(nbytes)
+        return self.ledger.reserve(chunk.kind.value, nbytes)
 
     # -- moving down ------------------------------------------------------------------------------
 
     def make_buffer_room(self, nbytes: int) -> None:
         """Evict until the pool can hand out a buffer, which is never smaller than a page."""
-        nbytes = max(1, nbytes)
+        nbytes = align_up(max(1, nbytes), PAGE_BYTES)
         while not self.pool.can_acquire(nbytes):
             self.evict_for(nbytes)
 
@@ -115,7 +126,8 @@ class Moves:
             return
         wanted = align_up(nbytes, PAGE_BYTES)
         needed = self.ledger.used_bytes - self.pool.idle_bytes + wanted
-        if needed > self._guaranteed_bytes and wanted > self.unused_bytes():
+        unused_bytes = 0 if self.budget is None else self.budget.unused_bytes()
+        if needed > self._guaranteed_bytes and wanted > unused_bytes:
             raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
         self.ledger.limit_bytes = max(needed, self.ledger.limit_bytes or 0)
 
@@ -129,6 +141,12 @@ class Moves:
             if not victims:
                 return
             self._evict_all(victims)
+
+    def movable_bytes(self) -> int:
+        """What could leave RAM now."""
+        chunks = self.in_ram.values()
+        movable = [c.resident_bytes for c in chunks if c.home is not None and not c.leases]
+        return sum(movable) + self.pool.idle_bytes
 
     def _candidates(self) -> list[Candidate]:
         return candidates(self.in_ram.values(), self.trace, self.residents.keys)
@@ -203,6 +221,8 @@ class Moves:
             self.settle(chunk)
         if chunk.is_resident:
             self.residents.note_eviction(chunk.key, chunk.resident_bytes)
+            if self.budget is not None:
+                self.budget.keep_room_of(chunk.own_memory.values())
             chunk.clear()
             self.counters.num_evictions += 1
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 
 import torch
 
-from zeepo.chunks.accounts import StoreCounters, too_much_at_once
+from zeepo.chunks.accounts import StoreCounters, forked_message, too_much_at_once
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.foresight import Foresight
 from zeepo.chunks.layout import Layout
@@ -94,10 +94,7 @@ class ChunkStore:
                     self.moves.settle(chunk)
                     chunk.move_into_buffer(index, storage)
                 else:
-                    if self.budget is not None:
-                        self.budget.hand_over(slot.nbytes)
-                    self.moves.make_ledger_room(slot.nbytes)
-                    chunk.keep_own(index, self.ledger.reserve(chunk.kind.value, slot.nbytes))
+                    chunk.keep_own(index, self.moves.take_in(chunk, slot.nbytes))
                 chunk.storages[index] = storage
                 chunk.is_resident = True
                 chunk.version += 1
@@ -123,7 +120,7 @@ class ChunkStore:
             chunk.buffer = self.pool.acquire(nbytes, chunk.kind.value)
 
     def new_buffer(self, nbytes: int, tag: str) -> Buffer:
-        """A buffer of the pool's for the caller; chunks leave to make room for it."""
+        """Of the pool's, for the caller; chunks leave to make room for it."""
         with self.lock:
             self.moves.make_buffer_room(nbytes)
             return self.pool.acquire(nbytes, tag)
@@ -142,7 +139,6 @@ class ChunkStore:
             chunk.version += 1
 
     def evict(self, chunk: Chunk) -> None:
-        """Send a chunk down now."""
         with self.lock:
             self.moves.evict(chunk)
 
@@ -270,8 +266,12 @@ class ChunkStore:
                 self.moves.shrink_to_limit()
 
     def _relieve(self, nbytes: int) -> bool:
-        """No chunk can leave: saved activations may."""
-        if self.budget is None or self.budget.spill is None or self._is_closing:
+        """No chunk can leave: torch may not need its room now, or saved activations go."""
+        if self.budget is None or self._is_closing:
+            return False
+        if self.budget.lend(self.moves.missing_bytes(nbytes)):
+            return True
+        if self.budget.spill is None:
             return False
         held_bytes = self.ledger.used_bytes - self.pool.idle_bytes
         spilled_bytes = self.budget.spill(nbytes)
@@ -284,14 +284,8 @@ class ChunkStore:
             self.look_at_budget()
             if self.budget is not None and not self._is_closing:
                 self.budget.expect(nbytes)
-                with contextlib.suppress(BudgetError):
+                with self.budget.all_offered(), contextlib.suppress(BudgetError):
                     self.moves.make_ledger_room(nbytes)
-
-    def movable_bytes(self) -> int:
-        """What could leave RAM now."""
-        chunks = self.moves.in_ram.values()
-        movable = [c.resident_bytes for c in chunks if c.home is not None and not c.leases]
-        return sum(movable) + self.pool.idle_bytes
 
     def wait(self, future: Future[None]) -> None:
         """Wait for a transfer of somebody else's, and count the time."""
@@ -307,7 +301,6 @@ class ChunkStore:
         return any(chunk.leases for chunk in self.moves.chunks.values())
 
     def make_ready(self, chunks: Iterable[Chunk]) -> None:
-        """Do what has to be done before chunks are used."""
         for chunk in chunks:
             if chunk.before_use is not None and not sabotaged("update.late"):
                 chunk.before_use()
@@ -335,18 +328,25 @@ class ChunkStore:
     def check_process(self) -> None:
         """Threads do not survive a fork, so a child can neither read nor wait."""
         if os.getpid() != self._owner_pid:
-            raise SessionError(
-                f"zeepo's session belongs to process {self._owner_pid}; this is its forked child "
-                f"{os.getpid()}, which cannot use the model's parameters. Give the child copies "
-                "(clone(), state_dict()) made before the fork, or start it with spawn."
-            )
+            raise SessionError(forked_message(self._owner_pid))
 
     def check_room_for(self, chunks: Sequence[Chunk]) -> None:
         """Raise `BudgetError`, before anything is moved, unless chunks can be resident at once."""
         with self.lock:
-            message = too_much_at_once(self.moves.chunks.values(), self.ledger, chunks)
+            known = self.moves.chunks.values()
+            message = too_much_at_once(known, self.ledger, chunks, self.most_bytes)
             if message is not None:
                 raise BudgetError(message)
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The limit of this moment, if nothing were left to torch that it does not have."""
+        return self.ledger.limit_bytes if self.budget is None else self.budget.most_bytes
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """Whether torch may take so much without anything being moved."""
+        most_bytes = self.most_bytes
+        return most_bytes is None or self.ledger.used_bytes + nbytes <= most_bytes
 
     def make_room(self, nbytes: int) -> None:
         """Evict until torch may take `nbytes` more; BudgetError when leases forbid it."""
@@ -367,6 +367,7 @@ class ChunkStore:
         """
         with self.lock:
             self.look_at_budget()
+            self.ledger.limit_bytes = self.most_bytes
             self._is_closing = True
             self._prefetch_enabled = False
             self.moves.must_have_room = True

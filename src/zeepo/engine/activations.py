@@ -352,7 +352,7 @@ class Activations:
             if saved is None:
                 continue
             ahead_bytes += saved.nbytes
-            if ahead_bytes > self._window_bytes or not self._store.ledger.can_reserve(saved.nbytes):
+            if ahead_bytes > self._window_bytes or not self._store.has_room_for(saved.nbytes):
                 return
             self._start_read(saved)
 

@@ -93,16 +93,15 @@ class Allowance:
         """From now on the ledger's limit goes with the process's growth."""
         self._store = store
         requests = self._requests = ReclaimRequests()
-        store.budget = RamBudget(
+        store.budget = store.moves.budget = RamBudget(
             store.pool,
             self.plan.ram,
             self.plan.reserve,
             self.plan.floor_bytes,
             self.growth_bytes,
-            store.movable_bytes,
+            store.moves.movable_bytes,
             lambda growth: requests.spare_bytes(growth, spare_bytes),
         )
-        store.moves.unused_bytes = store.budget.unused_bytes
         if activations is not None:
             store.budget.spill = activations.spill
 

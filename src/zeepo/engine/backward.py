@@ -32,6 +32,9 @@ from zeepo.sabotage import sabotaged
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 WORTH_EXPECTING_BYTES = 4 << 20
+_VIEWS = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
+_MAKE_NOTHING = frozenset(f"{name}Backward{number}" for name in _VIEWS for number in range(3))
+"""Nodes that hand on the gradient they get, mostly: its memory is there already."""
 _saved_attributes: dict[type, tuple[str, ...]] = {}
 
 
@@ -173,6 +176,8 @@ def new_nodes(tensors: Iterable[Tensor], first_sequence: int) -> list[Any]:
 def large_gradient_bytes(node: Any) -> int:
     """What a node will make for parameters, which torch allocates before we can take it over."""
     nbytes = 0
+    if node.name() in _MAKE_NOTHING:
+        return 0
     for parent, _ in node.next_functions:
         variable = _parameter_behind(parent)
         if variable is not None:
@@ -181,9 +186,11 @@ def large_gradient_bytes(node: Any) -> int:
 
 
 def _parameter_behind(node: Any) -> Tensor | None:
-    """The leaf that a node accumulates into, itself or through one view (a transposed weight)."""
-    if node is not None and node.name() != _ACCUMULATE and len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
+    """The leaf that a node accumulates into, itself or through views and one other node."""
+    while node is not None and node.name() != _ACCUMULATE and len(node.next_functions) == 1:
+        is_view, node = node.name() in _MAKE_NOTHING, node.next_functions[0][0]
+        if not is_view:
+            break
     return node.variable if node is not None and node.name() == _ACCUMULATE else None
 
 

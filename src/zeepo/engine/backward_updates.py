@@ -116,6 +116,9 @@ class BackwardUpdates:
             )
         self._refuse_uncleared("backward()")
         self._seen.clear()
+        if self._is_accumulating:
+            for chunk in self._manager.grad_chunks.values():
+                chunk.is_short_lived = False
 
     def _arrived(self, home: Home) -> None:
         """Autograd has accumulated into a parameter, and its slot holds the sum."""

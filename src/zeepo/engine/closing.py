@@ -56,16 +56,16 @@ class Closing:
 
     def check(self) -> None:
         """Raise `DiskError`, with nothing changed, if the disk clearly cannot hold the rest."""
-        self._limit_bytes = self._store.ledger.limit_bytes
+        self._limit_bytes = self._store.most_bytes
         _, leaving = self._divide()
         sizes = [chunk.layout.nbytes for chunk in leaving]
         if sizes and self._space is not None:
             self._space.check_free(sum(sizes) + max(sizes))
 
     def begin(self) -> None:
-        """The session is over: note its budget, end its leases."""
-        self._limit_bytes = self._store.ledger.limit_bytes
+        """The session is over: end its leases, note its budget."""
         self._store.begin_closing()
+        self._limit_bytes = self._store.ledger.limit_bytes
 
     def settle_all(self) -> None:
         """Nothing is in a lower tier afterwards."""

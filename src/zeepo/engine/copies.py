@@ -63,9 +63,9 @@ class Copies:
     def _in_ram(self, tensor: Tensor, nbytes: int) -> Tensor | None:
         """A copy in memory that is counted until it is gone; None if there is no room for it."""
         ledger = self._store.ledger
-        if ledger.limit_bytes is not None:
+        if (most_bytes := self._store.most_bytes) is not None:
             taken_bytes = ledger.by_tag().get(TAG, 0)
-            if taken_bytes + nbytes > ledger.limit_bytes - self._minimum_bytes:
+            if taken_bytes + nbytes > most_bytes - self._minimum_bytes:
                 return None
         try:
             self._store.make_room(nbytes)

@@ -3,7 +3,11 @@
 What torch allocates for itself (activations, temporaries, what the C library keeps) is not in the
 ledger, but the system counts it. So the process's resident growth is read wherever the engine is
 about to need room, the part that is not the ledger's is subtracted from `ram`, and what is left is
-the ledger's limit: it falls as forward piles up activations and rises again in backward.
+the ledger's limit. It falls as forward piles up activations, and what torch had at once in one of
+the last steps is left to torch, up to a quarter of `ram`: it takes the same memory again in the
+next layer or the next step, and what goes to and fro between torch and the pool by way of the
+system has to be cleared each time. That costs as much as reading it from a disk, and many times
+more in a virtual machine whose host takes back what its guest does not use.
 
 When the system itself runs short (its free memory, the limit of our cgroup), the budget is what it
 can still give, and the same happens.
@@ -15,9 +19,11 @@ and `over_bytes` says by how much.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from zeepo.memory.heap import give_back_free_memory, heap_use
+from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
 from zeepo.units import MiB
 
@@ -28,8 +34,15 @@ SYSTEM_MARGIN_BYTES = 32 * MiB
 """What is left to the system when it runs short."""
 ASK_SYSTEM_SECONDS = 0.1
 SLOW_TO_RISE = 64
-"""The limit falls at once and rises after so many looks: what torch has given back it mostly takes
-again for the next layer, and memory that goes to and fro is cleared by the system each time."""
+"""The limit falls at once and rises after so many looks, except by what torch had at once..."""
+STEPS_REMEMBERED = 3
+"""...in so many steps, this one among them: each of two optimizers ends one."""
+LOOKS_OF_A_STEP = 20_000
+"""After so many looks without its end a step counts as over: nobody may train any more."""
+LEFT_TO_TORCH_SHARE = 1 / 4
+"""Of `ram`, the most that is left to torch because it had it once..."""
+WORTH_LEAVING_BYTES = 2 * MiB
+"""...and the least: to clear less than a huge page is soon done."""
 RISES_KEPT = 8
 """Steps that a rise is remembered for: not every batch is the largest."""
 STEPS_TO_GO_BY = 2
@@ -79,6 +92,11 @@ class RamBudget:
         """What nobody was seen to use when free heap memory was last given back: torch's code."""
         self._expected_bytes = 0
         self._recent_limits: deque[int] = deque(maxlen=SLOW_TO_RISE)
+        """Of the ledger without its guests."""
+        self._most_bytes: deque[int] = deque(maxlen=STEPS_REMEMBERED)
+        """The most that torch had, with guests, in each step; empty until the first has ended."""
+        self._num_looks = 0
+        """In this step."""
         self.ram_bytes = ram_bytes
         self.peak_bytes = 0
         """The largest growth seen."""
@@ -106,18 +124,74 @@ class RamBudget:
         self._last_bytes = unmanaged
         if unmanaged + self._ledger.used_bytes + self._spill_slack() > self.allowed_bytes:
             self._last_bytes = unmanaged = self._relieve(unmanaged)
-        self._recent_limits.append(self._limit(unmanaged))
-        self._ledger.limit_bytes = min(self._recent_limits)
+        taken = unmanaged + self._ledger.guest_bytes
+        self._note_taken(taken)
+        self._recent_limits.append(self._limit(taken))
+        self._ledger.limit_bytes = self._steady_limit() + self._ledger.guest_bytes
+        self._num_looks += 1
+        if self._num_looks >= LOOKS_OF_A_STEP:
+            self._begin_step()
+
+    def _note_taken(self, nbytes: int) -> None:
+        if self._most_bytes:
+            self._most_bytes[-1] = max(self._most_bytes[-1], nbytes)
+
+    def _begin_step(self) -> None:
+        self._most_bytes.append(0)
+        self._num_looks = 0
+
+    def _steady_limit(self) -> int:
+        """Of the ledger without its guests, torch having what it had in the last steps."""
+        swift = min(self._recent_limits)
+        steady = self._limit(max(self._most_bytes, default=0))
+        if swift - steady < WORTH_LEAVING_BYTES:
+            return swift
+        return max(steady, swift - int(LEFT_TO_TORCH_SHARE * self.ram_bytes))
 
     def expect(self, nbytes: int) -> None:
         """Torch is about to take so much: `look` must not be surprised."""
         self._expected_bytes = nbytes
+        self._note_taken(self._last_bytes + self._ledger.guest_bytes + nbytes)
+
+    @contextmanager
+    def all_offered(self) -> Iterator[None]:
+        """What is left to torch is room for what is made meanwhile."""
+        self._ledger.limit_bytes = self.most_bytes
+        try:
+            yield
+        finally:
+            self._ledger.limit_bytes = self._steady_limit() + self._ledger.guest_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The limit, if nothing were left to torch that it does not have."""
+        guest_bytes = self._ledger.guest_bytes
+        return self._limit(self._last_bytes + guest_bytes) + guest_bytes
+
+    def lend(self, nbytes: int) -> bool:
+        """Let the ledger have room that is left to torch, until the next look; False if there is
+        not so much."""
+        limit_bytes = (self._ledger.limit_bytes or 0) + nbytes
+        if limit_bytes > self.most_bytes:
+            return False
+        self._ledger.limit_bytes = limit_bytes
+        return True
+
+    def admit(self, tag: str, nbytes: int) -> Reservation:
+        """Memory of torch's that the process has already is the ledger's until it is freed."""
+        self._last_bytes -= nbytes
+        return self._ledger.admit(tag, nbytes)
+
+    def keep_room_of(self, guests: Iterable[Reservation]) -> None:
+        """They are about to go because room is needed: theirs is not torch's."""
+        nbytes = sum(guest.stay() for guest in guests)
+        self._recent_limits = deque((n + nbytes for n in self._recent_limits), SLOW_TO_RISE)
 
     def hand_over(self, nbytes: int) -> None:
         """Memory of torch's that the process has already is about to become the ledger's."""
         self._last_bytes -= nbytes
         self._recent_limits = deque((n + nbytes for n in self._recent_limits), SLOW_TO_RISE)
-        self._ledger.limit_bytes = max(self._ledger.limit_bytes or 0, self._limit(self._last_bytes))
+        self._ledger.limit_bytes = max(self._ledger.limit_bytes or 0, self.most_bytes)
 
     def resize(self, ram_bytes: int) -> None:
         """Another budget from now on."""
@@ -138,6 +212,7 @@ class RamBudget:
         if len(self._recent_rises) < STEPS_TO_GO_BY:
             self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
         self._rise_bytes = 0
+        self._begin_step()
 
     def _read(self) -> int:
         growth = self._growth_bytes()
@@ -171,25 +246,38 @@ class RamBudget:
         foretold = min(most, self._foretold_bytes)
         return min(slack_bytes, max(foretold, int(share * self.ram_bytes)))
 
-    def _limit(self, unmanaged: int) -> int:
+    def _limit(self, taken: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
-        left = self.allowed_bytes - max(unmanaged + self._slack(), self._reserve_bytes)
+        left = self.allowed_bytes - max(taken + self._slack(), self._reserve_bytes)
         return max(self._floor_bytes, left)
 
     def _relieve(self, unmanaged: int) -> int:
-        """Memory is short: give back what nobody uses, before anything has to move."""
-        if self._is_worth_trimming():
+        """Memory is short: give back what nobody uses, before anything has to move.
+
+        What torch had at once in the last steps it will take again; not more than its share.
+        """
+        taken = unmanaged + self._ledger.guest_bytes
+        takes_more = taken > max(self._most_bytes, default=0)
+        kept = self._find_kept_bytes()
+        is_wanted = takes_more or self._missing(unmanaged) > 0
+        if kept >= WORTH_TRIMMING_BYTES and (
+            is_wanted or kept > LEFT_TO_TORCH_SHARE * self.ram_bytes
+        ):
             unmanaged = self._trim()
-        fixed = self._ledger.used_bytes - self._movable_bytes()
-        missing = unmanaged + fixed + self._spill_slack() - self.allowed_bytes
+        missing = self._missing(unmanaged)
         if missing > 0 and self.spill is not None and self.spill(missing):
             unmanaged = self._trim()
         return unmanaged
 
-    def _is_worth_trimming(self) -> bool:
-        """Whether the heap seems to have kept much that was freed since it was last given back."""
+    def _missing(self, unmanaged: int) -> int:
+        """What no chunk can make room for."""
+        fixed = self._ledger.used_bytes - self._movable_bytes()
+        return unmanaged + fixed + self._spill_slack() - self.allowed_bytes
+
+    def _find_kept_bytes(self) -> int:
+        """What the heap seems to have kept that was freed since it was last given back."""
         kept = self._find_unused_bytes() - self._unused_bytes
-        return min(kept, heap_use().free_bytes) >= WORTH_TRIMMING_BYTES
+        return min(kept, heap_use().free_bytes)
 
     def _find_unused_bytes(self) -> int:
         """The growth that is neither the pool's nor handed out by the heap."""

@@ -3,6 +3,7 @@
 Invariant: `used_bytes` is the sum of all live reservations and never rises past `limit_bytes`;
 bytes are reserved *before* they are allocated. A limit lowered below what is in use only stops new
 reservations: giving bytes back is the holders' work. The ledger counts, it allocates nothing.
+A guest brings its room: the limit is higher by as much from when it comes until it goes.
 """
 
 import threading
@@ -21,6 +22,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
+        self._guest_bytes = 0
         self._peak_bytes = 0
         self._bytes_by_tag: dict[str, int] = {}
 
@@ -32,6 +34,11 @@ class Ledger:
     def limit_bytes(self, limit_bytes: int | None) -> None:
         with self._lock:
             self._limit_bytes = limit_bytes
+
+    @property
+    def guest_bytes(self) -> int:
+        """Of the limit and of what is in use, the part that goes with its holders."""
+        return self._guest_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -78,10 +85,25 @@ class Ledger:
         with self._lock:
             if nbytes > self._free_bytes():
                 raise BudgetError(self._refusal(nbytes))
-            self._used_bytes += nbytes
-            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-            self._bytes_by_tag[tag] = self._bytes_by_tag.get(tag, 0) + nbytes
+            self._count(tag, nbytes)
         return Reservation(self, tag, nbytes)
+
+    def admit(self, tag: str, nbytes: int) -> "Reservation":
+        """Count memory that is there already, with room of its own."""
+        with self._lock:
+            self._count(tag, nbytes)
+            self._change_guests(nbytes)
+        return Reservation(self, tag, nbytes, is_guest=True)
+
+    def _count(self, tag: str, nbytes: int) -> None:
+        self._used_bytes += nbytes
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        self._move_tag(tag, nbytes)
+
+    def _change_guests(self, nbytes: int) -> None:
+        self._guest_bytes += nbytes
+        if self._limit_bytes is not None:
+            self._limit_bytes += nbytes
 
     def _refusal(self, nbytes: int) -> str:
         limit_bytes = self._limit_bytes or 0
@@ -94,10 +116,16 @@ class Ledger:
             f"Raise {self.tier} to {needed} or more, or let a lower tier hold some of it."
         )
 
-    def _give_back(self, tag: str, nbytes: int) -> None:
+    def _give_back(self, tag: str, nbytes: int, is_guest: bool) -> None:
         with self._lock:
             self._used_bytes -= nbytes
             self._move_tag(tag, -nbytes)
+            if is_guest:
+                self._change_guests(-nbytes)
+
+    def _keep_room(self, nbytes: int) -> None:
+        with self._lock:
+            self._guest_bytes -= nbytes
 
     def _retag(self, old_tag: str, new_tag: str, nbytes: int) -> None:
         with self._lock:
@@ -111,10 +139,11 @@ class Ledger:
 class Reservation:
     """Bytes held in a ledger until `release()`, which may be called twice; a context manager."""
 
-    __slots__ = ("_ledger", "_lock", "_released", "nbytes", "tag")
+    __slots__ = ("_ledger", "_lock", "_released", "is_guest", "nbytes", "tag")
 
-    def __init__(self, ledger: Ledger, tag: str, nbytes: int) -> None:
+    def __init__(self, ledger: Ledger, tag: str, nbytes: int, is_guest: bool = False) -> None:
         self._ledger = ledger
+        self.is_guest = is_guest
         self._lock = threading.Lock()
         self._released = False
         self.tag = tag
@@ -128,12 +157,21 @@ class Reservation:
             self._ledger._retag(self.tag, tag, self.nbytes)
             self.tag = tag
 
+    def stay(self) -> int:
+        """No guest any more, its room is the ledger's: how many bytes that is."""
+        with self._lock:
+            if self._released or not self.is_guest:
+                return 0
+            self.is_guest = False
+        self._ledger._keep_room(self.nbytes)
+        return self.nbytes
+
     def release(self) -> None:
         with self._lock:
             if self._released:
                 return
             self._released = True
-        self._ledger._give_back(self.tag, self.nbytes)
+        self._ledger._give_back(self.tag, self.nbytes, self.is_guest)
 
     def __enter__(self) -> Self:
         return self

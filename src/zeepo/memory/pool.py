@@ -20,6 +20,7 @@ IDLE_TAG = "idle buffers"
 # An idle buffer serves a request that fills at least this part of it; a worse fit wastes budget.
 _MINIMUM_FILL = 1 / 1.25
 _LEAST_GRAIN_BYTES = 128 << 10
+_WHOLE_HUGE_PAGES_FROM = 8 * HUGE_PAGE_BYTES
 
 
 class Buffer:
@@ -73,7 +74,9 @@ class Buffer:
 
         Pages that were handed on come first, fresh ones after them.
         """
-        left_bytes = 0 if nbytes is None else max(0, self.capacity_bytes - nbytes)
+        page_bytes = HUGE_PAGE_BYTES if self.capacity_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
+        touched_bytes = self.capacity_bytes if nbytes is None else round_up(nbytes, page_bytes)
+        left_bytes = max(0, self.capacity_bytes - touched_bytes)
         self._pool._forget_fresh(self, left_bytes)
 
     def release(self) -> None:
@@ -152,9 +155,12 @@ class BufferPool:
 
     def _capacity_with_room_for(self, nbytes: int) -> int:
         """Large buffers are a little larger where there is room, so that those of nearly the same
-        size (a layer with and without its norm) serve each other."""
+        size (a layer with and without its norm) serve each other, and the pages of one can all go
+        to another."""
         capacity_bytes = _capacity_for(nbytes)
         grain_bytes = 1 << (capacity_bytes.bit_length() - 7)
+        if capacity_bytes >= _WHOLE_HUGE_PAGES_FROM:
+            grain_bytes = max(grain_bytes, HUGE_PAGE_BYTES)
         if grain_bytes < _LEAST_GRAIN_BYTES:
             return capacity_bytes
         larger_bytes = round_up(capacity_bytes, grain_bytes)
