@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import zeepo
 from zeepo.engine.states import States
 from zeepo.engine.update import ChunkUpdate
 from zeepo.errors import DiskError, SessionError, UnsupportedError
+from zeepo.memory.ledger import Ledger, Reservation
 
 WIDTH = 40
 NUM_LAYERS = 6
@@ -258,3 +261,37 @@ def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
             session.close()
         runs.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *runs))
+
+
+def test_large_gradients_are_guests_unless_they_are_summed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays until another backward takes room from the chunks, as everything that stays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 1024)
+    admitted = Counter[int]()
+    admit = Ledger.admit
+
+    def counting(self: Ledger, tag: str, nbytes: int) -> Reservation:
+        admitted[step] += nbytes
+        return admit(self, tag, nbytes)
+
+    monkeypatch.setattr(Ledger, "admit", counting)
+    optimizer, plain_optimizer = (torch.optim.SGD(m.parameters(), 1e-3) for m in (model, plain))
+    with zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward") as session:
+        for step in range(4):
+            if step == 2:
+                with session.no_sync():
+                    model(x).square().mean().backward()
+                plain(x).square().mean().backward()
+                assert session._ledger.by_tag()["grads"] >= 4 * 1024 * 1024 * 4
+            for one, its_optimizer in ((model, optimizer), (plain, plain_optimizer)):
+                one(x).square().mean().backward()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+            assert session._ledger.guest_bytes == 0
+    assert admitted == {1: 4 * 1024 * 1024 * 4, 3: 4 * 1024 * 1024 * 4}
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
