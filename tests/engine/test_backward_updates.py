@@ -286,7 +286,6 @@ def test_large_gradients_are_guests_unless_they_are_summed(
                 with session.no_sync():
                     model(x).square().mean().backward()
                 plain(x).square().mean().backward()
-                assert session._ledger.by_tag()["grads"] >= 4 * 1024 * 1024 * 4
             for one, its_optimizer in ((model, optimizer), (plain, plain_optimizer)):
                 one(x).square().mean().backward()
                 its_optimizer.step()

@@ -120,7 +120,7 @@ class ChunkStore:
             chunk.buffer = self.pool.acquire(nbytes, chunk.kind.value)
 
     def new_buffer(self, nbytes: int, tag: str) -> Buffer:
-        """Of the pool's, for the caller; chunks leave to make room for it."""
+        """One of the pool's for the caller; chunks leave to make room for it."""
         with self.lock:
             self.moves.make_buffer_room(nbytes)
             return self.pool.acquire(nbytes, tag)
@@ -334,8 +334,7 @@ class ChunkStore:
         """Raise `BudgetError`, before anything is moved, unless chunks can be resident at once."""
         with self.lock:
             known = self.moves.chunks.values()
-            message = too_much_at_once(known, self.ledger, chunks, self.most_bytes)
-            if message is not None:
+            if message := too_much_at_once(known, self.ledger, chunks, self.most_bytes):
                 raise BudgetError(message)
 
     @property
