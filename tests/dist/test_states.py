@@ -39,7 +39,7 @@ def test_two_optimizers_of_one_chunk(ranks: Ranks, tmp_path: Path, stage: int) -
     ("num_ranks", "stage", "kind"),
     [
         (2, 3, "zeepo.8bit"),
-        (3, 3, "Adagrad"),
+        pytest.param(3, 3, "Adagrad", marks=SLOW),
         pytest.param(2, 1, "AdamW", marks=SLOW),
         pytest.param(4, 3, "AdamW", marks=SLOW),
     ],
