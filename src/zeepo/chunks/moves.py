@@ -57,8 +57,6 @@ class Moves:
         """Those of them that are copies of what is split over the ranks."""
         self._guaranteed_bytes = guaranteed_bytes
         """What may be held whatever the limit is at this moment: one function's needs."""
-        self.relieve: Callable[[int], bool] | None = None
-        """When no chunk can leave: makes room otherwise, and says whether that was of use."""
         self.wait_for_loan: Callable[[], bool] | None = None
         """Waits until a rank gives back what it borrowed; False if there is no such thing."""
         self.budget: RamBudget | None = None
@@ -116,7 +114,7 @@ class Moves:
         Beyond it (addresses that the user holds count too) there is what torch might take, and
         has not taken.
         """
-        if self.relieve is not None and self.relieve(nbytes):
+        if self._relieve(nbytes):
             return
         movable = [c.key for c in self._candidates() if c.nbytes]
         if movable:
@@ -130,6 +128,19 @@ class Moves:
         if needed > self._guaranteed_bytes and wanted > unused_bytes:
             raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
         self.ledger.limit_bytes = max(needed, self.ledger.limit_bytes or 0)
+
+    def _relieve(self, nbytes: int) -> bool:
+        """Torch may not need its room now, or saved activations go; whether that was of use."""
+        if self.budget is None or self.must_have_room:
+            return False
+        if self.budget.lend(self.missing_bytes(nbytes)):
+            return True
+        if self.budget.spill is None:
+            return False
+        held_bytes = self.ledger.used_bytes - self.pool.idle_bytes
+        spilled_bytes = self.budget.spill(nbytes)
+        self.budget.look()
+        return spilled_bytes > 0 or self.ledger.used_bytes - self.pool.idle_bytes < held_bytes
 
     def shrink_to_limit(self) -> None:
         """The limit fell below what is held: idle buffers go, then chunks, as far as they can."""

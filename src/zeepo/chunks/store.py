@@ -53,11 +53,13 @@ class ChunkStore:
         self._next_key = 0
         self._num_leases = 0
         self._is_closing = False
-        self.budget: RamBudget | None = None
-        """Moves the ledger's limit; without one the limit stays where it is."""
-        self.moves.relieve = self._relieve
         self.lost: list[tuple[str, Exception]] = []
         """While closing: slots whose bytes could not be brought back, and why."""
+
+    @property
+    def budget(self) -> RamBudget | None:
+        """Moves the ledger's limit; without one the limit stays where it is."""
+        return self.moves.budget
 
     # -- chunks -----------------------------------------------------------------------------------
 
@@ -139,6 +141,7 @@ class ChunkStore:
             chunk.version += 1
 
     def evict(self, chunk: Chunk) -> None:
+        """Send a chunk down now."""
         with self.lock:
             self.moves.evict(chunk)
 
@@ -265,19 +268,6 @@ class ChunkStore:
             if self.ledger.used_bytes > (self.ledger.limit_bytes or 0):
                 self.moves.shrink_to_limit()
 
-    def _relieve(self, nbytes: int) -> bool:
-        """No chunk can leave: torch may not need its room now, or saved activations go."""
-        if self.budget is None or self._is_closing:
-            return False
-        if self.budget.lend(self.moves.missing_bytes(nbytes)):
-            return True
-        if self.budget.spill is None:
-            return False
-        held_bytes = self.ledger.used_bytes - self.pool.idle_bytes
-        spilled_bytes = self.budget.spill(nbytes)
-        self.budget.look()
-        return spilled_bytes > 0 or self.ledger.used_bytes - self.pool.idle_bytes < held_bytes
-
     def expect(self, nbytes: int) -> None:
         """Torch is about to take `nbytes` (a gradient): make room as far as that is possible."""
         with self.lock:
@@ -301,6 +291,7 @@ class ChunkStore:
         return any(chunk.leases for chunk in self.moves.chunks.values())
 
     def make_ready(self, chunks: Iterable[Chunk]) -> None:
+        """Do what has to be done before chunks are used."""
         for chunk in chunks:
             if chunk.before_use is not None and not sabotaged("update.late"):
                 chunk.before_use()

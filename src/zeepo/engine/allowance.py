@@ -93,7 +93,7 @@ class Allowance:
         """From now on the ledger's limit goes with the process's growth."""
         self._store = store
         requests = self._requests = ReclaimRequests()
-        store.budget = store.moves.budget = RamBudget(
+        budget = store.moves.budget = RamBudget(
             store.pool,
             self.plan.ram,
             self.plan.reserve,
@@ -103,7 +103,7 @@ class Allowance:
             lambda growth: requests.spare_bytes(growth, spare_bytes),
         )
         if activations is not None:
-            store.budget.spill = activations.spill
+            budget.spill = activations.spill
 
     def close(self) -> None:
         self.stop_watching()

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from zeepo.memory.heap import give_back_free_memory, heap_use
+from zeepo.memory.heap import HeapUse, give_back_free_memory, heap_use
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
 from zeepo.units import MiB
@@ -93,7 +93,7 @@ class RamBudget:
         self._expected_bytes = 0
         self._recent_limits: deque[int] = deque(maxlen=SLOW_TO_RISE)
         """Of the ledger without its guests."""
-        self._most_bytes: deque[int] = deque(maxlen=STEPS_REMEMBERED)
+        self._taken_by_step: deque[int] = deque(maxlen=STEPS_REMEMBERED)
         """The most that torch had, with guests, in each step; empty until the first has ended."""
         self._num_looks = 0
         """In this step."""
@@ -127,23 +127,30 @@ class RamBudget:
         taken = unmanaged + self._ledger.guest_bytes
         self._note_taken(taken)
         self._recent_limits.append(self._limit(taken))
-        self._ledger.limit_bytes = self._steady_limit() + self._ledger.guest_bytes
+        self._set_limit()
         self._num_looks += 1
         if self._num_looks >= LOOKS_OF_A_STEP:
             self._begin_step()
 
     def _note_taken(self, nbytes: int) -> None:
-        if self._most_bytes:
-            self._most_bytes[-1] = max(self._most_bytes[-1], nbytes)
+        if self._taken_by_step:
+            self._taken_by_step[-1] = max(self._taken_by_step[-1], nbytes)
 
     def _begin_step(self) -> None:
-        self._most_bytes.append(0)
+        self._taken_by_step.append(0)
         self._num_looks = 0
+
+    def _set_limit(self) -> None:
+        self._ledger.limit_bytes = self._steady_limit() + self._ledger.guest_bytes
+
+    def _raise_limits(self, nbytes: int) -> None:
+        """What the last looks found was torch's is the ledger's."""
+        self._recent_limits = deque((n + nbytes for n in self._recent_limits), SLOW_TO_RISE)
 
     def _steady_limit(self) -> int:
         """Of the ledger without its guests, torch having what it had in the last steps."""
         swift = min(self._recent_limits)
-        steady = self._limit(max(self._most_bytes, default=0))
+        steady = self._limit(max(self._taken_by_step, default=0))
         if swift - steady < WORTH_LEAVING_BYTES:
             return swift
         return max(steady, swift - int(LEFT_TO_TORCH_SHARE * self.ram_bytes))
@@ -160,7 +167,7 @@ class RamBudget:
         try:
             yield
         finally:
-            self._ledger.limit_bytes = self._steady_limit() + self._ledger.guest_bytes
+            self._set_limit()
 
     @property
     def most_bytes(self) -> int:
@@ -184,13 +191,13 @@ class RamBudget:
 
     def keep_room_of(self, guests: Iterable[Reservation]) -> None:
         """They are about to go because room is needed: theirs is not torch's."""
-        nbytes = sum(guest.stay() for guest in guests)
-        self._recent_limits = deque((n + nbytes for n in self._recent_limits), SLOW_TO_RISE)
+        if nbytes := sum(guest.stay() for guest in guests):
+            self._raise_limits(nbytes)
 
     def hand_over(self, nbytes: int) -> None:
         """Memory of torch's that the process has already is about to become the ledger's."""
         self._last_bytes -= nbytes
-        self._recent_limits = deque((n + nbytes for n in self._recent_limits), SLOW_TO_RISE)
+        self._raise_limits(nbytes)
         self._ledger.limit_bytes = max(self._ledger.limit_bytes or 0, self.most_bytes)
 
     def resize(self, ram_bytes: int) -> None:
@@ -257,7 +264,7 @@ class RamBudget:
         What torch had at once in the last steps it will take again; not more than its share.
         """
         taken = unmanaged + self._ledger.guest_bytes
-        takes_more = taken > max(self._most_bytes, default=0)
+        takes_more = taken > max(self._taken_by_step, default=0)
         kept = self._find_kept_bytes()
         is_wanted = takes_more or self._missing(unmanaged) > 0
         if kept >= WORTH_TRIMMING_BYTES and (
@@ -276,15 +283,15 @@ class RamBudget:
 
     def _find_kept_bytes(self) -> int:
         """What the heap seems to have kept that was freed since it was last given back."""
-        kept = self._find_unused_bytes() - self._unused_bytes
-        return min(kept, heap_use().free_bytes)
+        heap = heap_use()
+        return min(self._find_unused_bytes(heap) - self._unused_bytes, heap.free_bytes)
 
-    def _find_unused_bytes(self) -> int:
+    def _find_unused_bytes(self, heap: HeapUse) -> int:
         """The growth that is neither the pool's nor handed out by the heap."""
         buffers = self._pool.mapped_bytes - self._pool.fresh_bytes
-        return self._growth_bytes() - buffers - heap_use().used_bytes
+        return self._growth_bytes() - buffers - heap.used_bytes
 
     def _trim(self) -> int:
         give_back_free_memory()
-        self._unused_bytes = self._find_unused_bytes()
+        self._unused_bytes = self._find_unused_bytes(heap_use())
         return self._read()
