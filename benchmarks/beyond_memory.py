@@ -3,10 +3,11 @@
     python benchmarks/beyond_memory.py --disk DIRECTORY [--ram 3GiB] [--steps 6] [--peers] [--short]
 
 A GPT of 1.4 billion parameters, 512 tokens a step, blocks recomputed in backward, everything on
-disk. Its compute alone is measured on its layers in memory, in a process of its own, before and
-after: one block (forward, recomputed forward, backward, fused AdamW) times their number, and
-embedding, head and loss. The step is held against that, and exposed time is what it takes beyond
-its largest part alone, as in practicality.py. With --peers plain PyTorch, FSDP2 and DeepSpeed try
+disk. Its compute alone is measured on its layers in memory, in a process of its own, which has its
+turn after every step: one block (forward, recomputed forward, backward, fused AdamW) times their
+number, and embedding, head and loss. Each step is held against the mean of the two measurements
+around it, and the figure is the median over steps; exposed time is what a step takes beyond its
+largest part alone, as in practicality.py. With --peers plain PyTorch, FSDP2 and DeepSpeed try
 to take two steps, each in a memory cgroup: once with as much as zeepo's `ram`, once with all the
 memory there is.
 """
@@ -15,17 +16,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import reporting
 import torch
+from children import Child, serve
 from gpt import GPT, Block, GPTConfig
 from largest_model import attempt
 from practicality import WAYS, exposed, link_speeds, per_step
@@ -41,6 +44,8 @@ SHORT = GPTConfig(num_layers=4, width=256, num_heads=4, sequence=64, checkpointi
 GOAL = 1.25
 NUM_WARM_UP = 2
 """Steps: the first makes the states, the second has no forecast of its own yet."""
+NUM_TIMES = 2
+"""That each layer is measured in a turn."""
 LEFT_TO_SYSTEM_BYTES = 1 << 30
 SAME, ALL = "peers given the same", "peers given all memory"
 
@@ -68,13 +73,8 @@ class Model:
 # -- compute alone ---------------------------------------------------------------------------------
 
 
-def compute_alone(config: GPTConfig, num_times: int) -> dict[str, float]:
-    """Seconds of a step whose every byte is in memory already."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure_layers, (config, num_times))
-
-
-def _measure_layers(config: GPTConfig, num_times: int) -> dict[str, float]:
+def _serve_layers(pipe: Connection, config: GPTConfig) -> None:
+    """The process of the layers in memory: one measurement for each message."""
     torch.manual_seed(0)
     block = Block(config)
     x = torch.randn(1, config.sequence, config.width, requires_grad=True)
@@ -94,15 +94,21 @@ def _measure_layers(config: GPTConfig, num_times: int) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    block_seconds, ends_seconds = _median(train_block, num_times), _median(train_ends, num_times)
-    return {
-        "block": block_seconds,
-        "embedding, head and loss": ends_seconds,
-        "step": config.num_layers * block_seconds + ends_seconds,
-    }
+    def measure(num_times: int) -> dict[str, float]:
+        block_seconds = _median(train_block, num_times)
+        ends_seconds = _median(train_ends, num_times)
+        return {
+            "block": block_seconds,
+            "embedding, head and loss": ends_seconds,
+            "step": config.num_layers * block_seconds + ends_seconds,
+        }
+
+    pipe.send("ready")
+    serve(pipe, measure)
 
 
 def _median(run: Callable[[], None], num_times: int) -> float:
+    """The first time does not count: it meets what the other process left behind."""
     found = []
     for _ in range(num_times + 1):
         started = time.perf_counter()
@@ -114,24 +120,18 @@ def _median(run: Callable[[], None], num_times: int) -> float:
 # -- zeepo -----------------------------------------------------------------------------------------
 
 
-def train(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, Any]:
-    """Build and train inside `ram`, in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_train, (config, ram, disk, num_steps))
-
-
-def _train(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, Any]:
+def _serve_steps(pipe: Connection, config: GPTConfig, ram: str, disk: str) -> None:
+    """The process that builds and trains inside `ram`: a step for each message."""
     torch.manual_seed(0)
     started = time.perf_counter()
     with zeepo.lazy(ram=ram, disk=disk):
         model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     generator = torch.Generator().manual_seed(1)
-    steps: list[dict[str, float]] = []
-    losses: list[float] = []
     with zeepo.init(model, optimizer, disk=disk, **{**WAYS["backward"], "ram": ram}) as session:
         build_seconds = time.perf_counter() - started
-        for number in range(num_steps):
+
+        def step(_: object) -> dict[str, float]:
             tokens = torch.randint(config.vocabulary, (1, config.sequence + 1), generator=generator)
             before, started = session.stats(), time.perf_counter()
             loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -139,19 +139,32 @@ def _train(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, 
             optimizer.step()
             optimizer.zero_grad()
             seconds = time.perf_counter() - started
-            after = session.stats()
-            losses.append(loss.item())
-            steps.append({"seconds": seconds, **per_step(before, after, 1)})
-            print(f"  step {number}: {seconds:.2f} s, loss {losses[-1]:.4f}", flush=True)
-        facts = {
-            "minimum_ram": session.plan.minimum_ram,
-            "peak_growth_bytes": peak_resident_growth_bytes(),
-            "build_seconds": build_seconds,
-            "losses": losses,
-            "steps": steps,
-        }
-        print(f"  most that the process grew: {facts['peak_growth_bytes'] / 2**30:.2f} GiB")
-    return facts
+            moved = per_step(before, session.stats(), 1)
+            return {"seconds": seconds, "loss": loss.item(), **moved}
+
+        pipe.send({"minimum_ram": session.plan.minimum_ram, "build_seconds": build_seconds})
+        serve(pipe, step)
+        pipe.send({"peak_growth_bytes": peak_resident_growth_bytes()})
+
+
+def take_turns(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, Any]:
+    """A measurement of the layers before the first step and after each."""
+    layers = Child(_serve_layers, config)
+    training = Child(_serve_steps, config, ram, disk)
+    alone = [layers.ask(NUM_TIMES)]
+    steps: list[dict[str, float]] = []
+    for number in range(num_steps):
+        steps.append(training.ask("step"))
+        alone.append(layers.ask(NUM_TIMES))
+        print(
+            f"  step {number}: {steps[-1]['seconds']:.2f} s, loss {steps[-1]['loss']:.4f}, "
+            f"compute alone {alone[-1]['step']:.2f} s",
+            flush=True,
+        )
+    found = training.first | training.close()
+    layers.close()
+    print(f"  most that the process grew: {found['peak_growth_bytes'] / 2**30:.2f} GiB")
+    return {**found, "steps": steps, "compute_alone": alone}
 
 
 # -- peers -----------------------------------------------------------------------------------------
@@ -215,28 +228,28 @@ def main() -> None:
 
 def _measure(report: dict[str, Any], config: GPTConfig, disk: str, num_steps: int) -> None:
     report["link_bytes_per_second"] = speeds = link_speeds(Path(disk), 1 << 30)
-    alone = [compute_alone(config, 4)]
-    report |= train(config, report["ram"], disk, num_steps)
-    alone.append(compute_alone(config, 4))
-    report["compute_alone"] = alone
+    report |= take_turns(config, report["ram"], disk, num_steps)
     report |= _figures(report, speeds)
 
 
 def _figures(report: Mapping[str, Any], speeds: Mapping[str, float]) -> dict[str, Any]:
+    """Medians over the steps that count; each has the compute measured around it beside it."""
     counted = report["steps"][NUM_WARM_UP:]
-    seconds = statistics.median(step["seconds"] for step in counted)
-    compute = statistics.mean(alone["step"] for alone in report["compute_alone"])
+    around = pairwise(alone["step"] for alone in report["compute_alone"][NUM_WARM_UP:])
+    pairs = [
+        (statistics.mean(both), step["seconds"]) for both, step in zip(around, counted, strict=True)
+    ]
+    ratios = [seconds / compute for compute, seconds in pairs]
     per_step = {
         key: statistics.median(step[key] for step in counted)
         for key in ("disk->ram", "ram->disk", "seconds_waited")
     }
-    told = {"zeepo_seconds": seconds, "plain_seconds": compute, "per_step": per_step}
     return {
-        "seconds_per_step": seconds,
-        "compute_alone_seconds": compute,
-        "ratio": seconds / compute,
+        "seconds_per_step": statistics.median(seconds for _, seconds in pairs),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
         "per_step": per_step,
-        **exposed(told, speeds),
+        **exposed(pairs, per_step, speeds),
     }
 
 
@@ -248,14 +261,14 @@ def _show(report: Mapping[str, Any], path: Path) -> None:
         f"{report['peak_growth_bytes'] / 2**30:.2f} GiB",
         reporting.median_and_spread(counted),
         f"{report['compute_alone_seconds']:.2f}",
-        f"{report['ratio']:.3f}",
+        reporting.median_and_spread(report["ratios"], 3),
         f"{report['per_step']['disk->ram'] / 1e9:.2f}",
         f"{report['per_step']['ram->disk'] / 1e9:.2f}",
-        f"{100 * report['exposed_share']:.1f} %",
+        reporting.median_and_spread([100 * share for share in report["exposed_shares"]], 1),
     )
     heads = (
         "parameters", "ram", "grew by", "s/step", "compute alone, s", "ratio", "GB read",
-        "GB written", "exposed",
+        "GB written", "exposed, %",
     )  # fmt: skip
     reporting.print_table(str(report["question"]), heads, [row])
     for key in (SAME, ALL):

@@ -6,8 +6,9 @@ in a process of its own, because `ram` bounds the growth of zeepo's; the other w
 first steps of a turn do not count, because they meet what the other left behind. The figure is the
 median over turns. Losses must be equal bit for bit.
 
-Exposed time is what a step takes beyond its largest part alone: the plain step (compute), or the
-bytes that zeepo moved in each direction at the speed of the disk tier alone, measured here too.
+Exposed time is what a step takes beyond its largest part alone: the plain step of the same turn
+(compute), or the bytes that zeepo moved in each direction at the speed of the disk tier alone,
+measured here too; the figure is the median over turns.
 
     python benchmarks/practicality.py --disk DIRECTORY [--tokens 256,1024] [--ways disk,backward]
 """
@@ -15,11 +16,10 @@ bytes that zeepo moved in each direction at the speed of the disk tier alone, me
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 
 import reporting
 import torch
+from children import Child, serve
 from disk_speed import TierWay, tier_run
 from gpt import GPT, GPTConfig
 
@@ -78,34 +79,26 @@ class Trainer:
         return (time.perf_counter() - started) / (len(batches) - num_skipped)
 
 
-def _train_plainly(config: GPTConfig, pipe: Connection) -> None:
+def _train_plainly(pipe: Connection, config: GPTConfig) -> None:
     """The other process: a turn for each message."""
     trainer = Trainer(config)
     pipe.send("ready")
-    while (message := pipe.recv()) is not None:
-        seconds = trainer.turn(*message)
-        pipe.send((seconds, trainer.losses))
+    serve(pipe, lambda message: (trainer.turn(*message), trainer.losses))
 
 
 class PlainProcess:
     """Plain PyTorch in a process of its own."""
 
     def __init__(self, config: GPTConfig):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_train_plainly, args=(config, other), daemon=True)
-        self._process.start()
+        self._child = Child(_train_plainly, config)
         self.losses: list[float] = []
-        self._pipe.recv()
 
     def turn(self, batches: torch.Tensor, num_skipped: int) -> float:
-        self._pipe.send((batches, num_skipped))
-        seconds, self.losses = self._pipe.recv()
+        seconds, self.losses = self._child.ask((batches, num_skipped))
         return float(seconds)
 
     def close(self) -> None:
-        self._pipe.send(None)
-        self._process.join()
+        self._child.close()
 
 
 def compare(
@@ -143,6 +136,7 @@ def compare(
         "zeepo_seconds": statistics.median(b for _, b in counted),
         "practicality": statistics.median(ratios),
         "practicalities": ratios,
+        "seconds_of_turns": counted,
         "per_step": moved[-1],
         "turns": asdict(turns),
         "losses_bit_equal": plain.losses == managed.losses,
@@ -168,15 +162,20 @@ def link_speeds(disk: Path, total_bytes: int) -> dict[str, float]:
         }
 
 
-def exposed(result: Mapping[str, Any], speeds: Mapping[str, float]) -> dict[str, float]:
-    """What of a step nothing alone explains."""
-    alone = {edge: result["per_step"][edge] / speed for edge, speed in speeds.items()}
-    alone["compute"] = result["plain_seconds"]
-    seconds = max(0.0, result["zeepo_seconds"] - max(alone.values()))
+def exposed(
+    pairs: Sequence[tuple[float, float]], moved: Mapping[str, float], speeds: Mapping[str, float]
+) -> dict[str, Any]:
+    """What of a step nothing alone explains; `pairs` are seconds of compute and of a step beside
+    each other in time, because the machine is not equally fast at all times."""
+    alone = {edge: moved[edge] / speed for edge, speed in speeds.items()}
+    seconds = [max(0.0, step - max(compute, *alone.values())) for compute, step in pairs]
+    shares = [beyond / step for beyond, (_, step) in zip(seconds, pairs, strict=True)]
+    alone["compute"] = statistics.median(compute for compute, _ in pairs)
     return {
         **{f"{name}_alone_seconds": value for name, value in alone.items()},
-        "exposed_seconds": seconds,
-        "exposed_share": seconds / result["zeepo_seconds"],
+        "exposed_seconds": statistics.median(seconds),
+        "exposed_share": statistics.median(shares),
+        "exposed_shares": shares,
     }
 
 
@@ -218,7 +217,8 @@ def main() -> None:
                 if count >= 1024:
                     turns = Turns(args.turns - 1, 3, 1, 1)
                 result = compare(config, count // config.sequence, turns, options)
-                result |= {"way": way, "tokens": count, **exposed(result, speeds)}
+                beyond = exposed(result["seconds_of_turns"], result["per_step"], speeds)
+                result |= {"way": way, "tokens": count, **beyond}
                 report["runs"].append(result)
                 reporting.write(report, path)
     _show(report, path)
@@ -234,14 +234,14 @@ def _show(report: Mapping[str, Any], path: Path) -> None:
             reporting.median_and_spread(run["practicalities"], 3),
             f"{run['per_step']['disk->ram'] / 1e9:.2f}",
             f"{run['per_step']['ram->disk'] / 1e9:.2f}",
-            f"{100 * run['exposed_share']:.1f} %",
+            reporting.median_and_spread([100 * share for share in run["exposed_shares"]], 1),
             "yes" if run["losses_bit_equal"] else "NO",
         )
         for run in report["runs"]
     ]
     heads = (
-        "way", "tokens", "plain s", "zeepo s", "practicality", "GB read", "GB written", "exposed",
-        "same losses",
+        "way", "tokens", "plain s", "zeepo s", "practicality", "GB read", "GB written",
+        "exposed, %", "same losses",
     )  # fmt: skip
     reporting.print_table(str(report["question"]), heads, rows)
     _plot(report, path)

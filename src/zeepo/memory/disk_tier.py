@@ -31,7 +31,7 @@ PART_BYTES = 16 << 20
 """A transfer is cut in parts of about this size, so that one extent keeps every thread busy. Every
 part takes the interpreter's lock from the training thread for a moment: rather few."""
 
-NUM_THREADS = 2
+NUM_THREADS = 4
 STAGING_BYTES = NUM_THREADS * GRAIN_BYTES
 """What these threads take of a budget."""
 
