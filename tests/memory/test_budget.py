@@ -385,3 +385,38 @@ def test_a_system_that_runs_short_has_the_last_word(process: Process) -> None:
     assert process.look() == 500 * MiB - SYSTEM_MARGIN_BYTES - 200 * MiB - slack
     process.spare_bytes = 5000 * MiB
     assert process.look_until_risen() == RAM - 200 * MiB - slack
+
+
+def test_what_is_kept_for_gradients_goes_before_activations(process: Process) -> None:
+    kept = [300 * MiB]
+
+    def let_spares_go() -> int:
+        freed = sum(kept)
+        kept.clear()
+        process.torch_bytes -= freed
+        return freed
+
+    process.budget.spill = process.spill
+    process.budget.let_spares_go = let_spares_go
+    process.torch_bytes = 500 * MiB
+    process.look()
+    process.budget.end_step()
+    process.look()
+    assert kept  # there is room for it
+    process.torch_bytes = 990 * MiB
+    process.look()
+    assert not kept
+    assert process.spilled == []
+
+
+def test_room_left_to_torch_is_what_it_had_and_has_not(process: Process) -> None:
+    process.budget.end_step()
+    process.torch_bytes = 500 * MiB
+    process.look()
+    assert process.budget.left_to_torch_bytes == 0
+    process.torch_bytes = 200 * MiB
+    process.look()
+    assert process.budget.left_to_torch_bytes == 300 * MiB
+    process.torch_bytes = 700 * MiB
+    process.look()
+    assert process.budget.left_to_torch_bytes == 0

@@ -22,11 +22,13 @@ from zeepo.chunks.eviction import Candidate, choose_victims
 from zeepo.chunks.layout import align_up
 from zeepo.chunks.losses import named
 from zeepo.chunks.residents import Residents
+from zeepo.chunks.storages import new_storage, swap_memory
 from zeepo.chunks.trace import Trace
 from zeepo.errors import BudgetError, DiskError, InternalError, RankError
 from zeepo.memory.budget import WORTH_LEAVING_BYTES, RamBudget
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
+from zeepo.memory.spares import WORTH_KEEPING_BYTES, Spares
 from zeepo.memory.transfers import Transfer
 from zeepo.sabotage import sabotaged
 
@@ -48,6 +50,7 @@ class Moves:
         self.trace = Trace()
         self.counters = StoreCounters()
         self.residents = Residents()
+        self.spares = Spares()
         self.chunks: dict[int, Chunk] = {}
         self.in_ram: dict[int, Chunk] = {}
         """Those of them that hold memory."""
@@ -72,6 +75,17 @@ class Moves:
             self.budget.hand_over(nbytes)
         self.make_ledger_room(nbytes)
         return self.ledger.reserve(chunk.kind.value, nbytes)
+
+    def keep_spare(self, chunk: Chunk, index: int) -> None:
+        """A slot is about to be emptied: the memory of a large guest, whose room is torch's, is
+        left to the next of its size."""
+        storage, guest = chunk.storages[index], chunk.own_memory.get(index)
+        if storage is None or guest is None or not guest.is_guest or chunk.raw_holds:
+            return
+        if storage.nbytes() > WORTH_KEEPING_BYTES and not self.must_have_room:
+            memory = new_storage(0)
+            swap_memory(storage, memory)
+            self.spares.keep(memory)
 
     # -- moving down ------------------------------------------------------------------------------
 
@@ -133,6 +147,8 @@ class Moves:
         """Torch may not need its room now, or saved activations go; whether that was of use."""
         if self.budget is None or self.must_have_room:
             return False
+        if self.spares.let_go():
+            self.budget.look()
         if self.budget.lend(self.missing_bytes(nbytes)):
             return True
         if self.budget.spill is None:

@@ -30,11 +30,9 @@ from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
 from zeepo.memory.budget import RamBudget
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import Buffer, BufferPool
+from zeepo.memory.spares import WORTH_KEEPING_BYTES
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
-
-LARGE_BYTES = 32 << 20
-"""Above this the C library always asks the system for memory, and gives it back when it is free."""
 
 
 class ChunkStore:
@@ -110,7 +108,9 @@ class ChunkStore:
         Memory of its own would be taken from the pool now and cleared by the system later, which
         costs more than the copy. Of what is large there is no room for two.
         """
-        may_copy = chunk.layout.largest_slot_bytes <= LARGE_BYTES and not chunk.is_short_lived
+        may_copy = (
+            chunk.layout.largest_slot_bytes <= WORTH_KEEPING_BYTES and not chunk.is_short_lived
+        )
         return may_copy and bool(self.counters.num_evictions)
 
     def _take_buffer(self, chunk: Chunk) -> None:
@@ -153,6 +153,7 @@ class ChunkStore:
             self._end_write(chunk)
             with contextlib.suppress(DiskError):  # nobody will ask for it
                 self.moves.finish_fetch(chunk)
+            self.moves.keep_spare(chunk, index)
             chunk.clear_slot(index)
             chunk.storages[index] = None
             if chunk.is_empty:
@@ -273,6 +274,8 @@ class ChunkStore:
         with self.lock:
             self.look_at_budget()
             if self.budget is not None and not self._is_closing:
+                if self.moves.spares.let_go(nbytes - self.budget.left_to_torch_bytes):
+                    self.look_at_budget()
                 self.budget.expect(nbytes)
                 with self.budget.all_offered(), contextlib.suppress(BudgetError):
                     self.moves.make_ledger_room(nbytes)
@@ -324,6 +327,8 @@ class ChunkStore:
     def check_room_for(self, chunks: Sequence[Chunk]) -> None:
         """Raise `BudgetError`, before anything is moved, unless chunks can be resident at once."""
         with self.lock:
+            if self.moves.spares.let_go():
+                self.look_at_budget()
             known = self.moves.chunks.values()
             if message := too_much_at_once(known, self.ledger, chunks, self.most_bytes):
                 raise BudgetError(message)

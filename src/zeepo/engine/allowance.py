@@ -102,6 +102,7 @@ class Allowance:
             store.moves.movable_bytes,
             lambda growth: requests.spare_bytes(growth, spare_bytes),
         )
+        budget.let_spares_go = store.moves.spares.let_go
         if activations is not None:
             budget.spill = activations.spill
 

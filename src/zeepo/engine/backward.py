@@ -27,6 +27,7 @@ from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import storage_of
 from zeepo.engine.saved import Handle, Weight
 from zeepo.engine.turns import Turns
+from zeepo.engine.warm_gradients import NODES, WarmProducts, can_begin
 from zeepo.errors import SessionError
 from zeepo.sabotage import sabotaged
 
@@ -86,7 +87,8 @@ class NodeLeases:
             saved = chunks_saved_by(node, self._by_storage, touched)
             coming_bytes = large_gradient_bytes(node)
             if saved or coming_bytes:
-                self.attach(node, saved, coming_bytes)
+                lease = self.attach(node, saved, coming_bytes)
+                lease.product_bytes = product_bytes(node) if coming_bytes else 0
 
     def before_function(self, chunks: Sequence[Chunk]) -> None:
         """A function outside backward, or recomputed inside it, is about to use chunks."""
@@ -100,14 +102,24 @@ class NodeLeases:
         self._store.lease(lease.chunks)
         self._held.append((get_ident(), lease))
         lease.first_node = torch._C._autograd._get_sequence_nr()
-        if lease.coming_bytes:
+        if lease.coming_bytes and not self._warm_up(lease):
             self._store.expect(lease.coming_bytes)
         if sabotaged("backward.lease"):
             for chunk in lease.chunks:
                 for _, storage in chunk.present():
                     ctypes.memset(storage.data_ptr(), 0, storage.nbytes())
 
+    def _warm_up(self, lease: _NodeLease) -> bool:
+        """Whether what the node is about to make has memory already."""
+        spares = self._store.moves.spares
+        if not spares.has(lease.product_bytes) or not can_begin():
+            return False
+        lease.warm = WarmProducts(lease.product_bytes, spares.take)
+        lease.warm.begin()
+        return True
+
     def leave(self, lease: _NodeLease, grads: Any) -> None:
+        lease.cool_down()
         if torch.is_grad_enabled():  # create_graph: backward itself made nodes that save weights
             self.attach_to_new(tensors_in(grads), lease.first_node, lease.chunks)
         entry = (get_ident(), lease)
@@ -117,6 +129,8 @@ class NodeLeases:
 
     def forget_all(self) -> None:
         """The store has taken every lease back."""
+        for _, lease in self._held:
+            lease.cool_down()
         self._held.clear()
 
     def give_back_stale(self) -> None:
@@ -128,6 +142,7 @@ class NodeLeases:
         """Nodes of these threads do not run any more."""
         for entry in [entry for entry in self._held if entry[0] in threads]:
             self._held.remove(entry)
+            entry[1].cool_down()
             self._store.release(entry[1].chunks)
 
 
@@ -137,7 +152,16 @@ class _NodeLease:
         self.chunks = chunks
         self.coming_bytes = coming_bytes
         """The size of the gradients the node will make of parameters, where that is much."""
+        self.product_bytes = 0
+        """The size of the gradient that it makes by a matrix product, if it does."""
+        self.warm: WarmProducts | None = None
+        """While such a gradient is made in memory that was there."""
         self.first_node = 0
+
+    def cool_down(self) -> None:
+        if self.warm is not None:
+            self.warm.end()
+            self.warm = None
 
     def before(self, grads: Any) -> None:
         self.leases.enter(self)
@@ -175,14 +199,21 @@ def new_nodes(tensors: Iterable[Tensor], first_sequence: int) -> list[Any]:
 
 def large_gradient_bytes(node: Any) -> int:
     """What a node will make for parameters, which torch allocates before we can take it over."""
-    nbytes = 0
     if node.name() in _MAKE_NOTHING:
         return 0
-    for parent, _ in node.next_functions:
-        variable = _parameter_behind(parent)
-        if variable is not None:
-            nbytes += variable.numel() * variable.element_size()
+    nbytes = sum(_gradients_of(node))
     return nbytes if nbytes >= WORTH_EXPECTING_BYTES else 0
+
+
+def product_bytes(node: Any) -> int:
+    """The size of the largest gradient that a node makes for a parameter by a matrix product."""
+    return max(_gradients_of(node), default=0) if node.name() in NODES else 0
+
+
+def _gradients_of(node: Any) -> list[int]:
+    """The sizes of what a node makes for parameters."""
+    variables = (_parameter_behind(parent) for parent, _ in node.next_functions)
+    return [v.numel() * v.element_size() for v in variables if v is not None]
 
 
 def _parameter_behind(node: Any) -> Tensor | None:

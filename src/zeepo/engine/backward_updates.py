@@ -162,6 +162,7 @@ class BackwardUpdates:
             changed.before_use = partial(_refuse_use, changed)
 
     def _end(self, _: Sequence[Tensor]) -> None:
+        self._manager.store.moves.spares.let_go()
         if self._is_accumulating:
             return
         self._expected = Counter(self._seen)

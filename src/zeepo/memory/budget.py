@@ -104,11 +104,19 @@ class RamBudget:
         """The most by which the growth was seen to exceed `ram`."""
         self.spill: Callable[[int], int] | None = None
         """Sends saved activations of so many bytes down; how many really went."""
+        self.let_spares_go: Callable[[], int] | None = None
+        """Gives back what is kept for gradients to come; how many bytes that was."""
 
     @property
     def allowed_bytes(self) -> int:
         """The growth that is allowed now: `ram`, or less when the system has not that much."""
         return min(self.ram_bytes, self.ram_bytes if (s := self._system_bytes) is None else s)
+
+    @property
+    def left_to_torch_bytes(self) -> int:
+        """What torch had at once in the last steps beyond what it has now."""
+        taken = self._last_bytes + self._ledger.guest_bytes
+        return max(0, max(self._taken_by_step, default=0) - taken)
 
     def unused_bytes(self) -> int:
         """What the process could still grow by, if torch took nothing more."""
@@ -265,8 +273,10 @@ class RamBudget:
         """
         taken = unmanaged + self._ledger.guest_bytes
         takes_more = taken > max(self._taken_by_step, default=0)
-        kept = self._find_kept_bytes()
         is_wanted = takes_more or self._missing(unmanaged) > 0
+        if is_wanted and self.let_spares_go is not None and self.let_spares_go():
+            unmanaged = self._read()
+        kept = self._find_kept_bytes()
         if kept >= WORTH_TRIMMING_BYTES and (
             is_wanted or kept > LEFT_TO_TORCH_SHARE * self.ram_bytes
         ):

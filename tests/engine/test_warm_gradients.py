@@ -1,0 +1,196 @@
+"""Large gradients are made in the memory of those that went, with the bits of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import zeepo
+from zeepo.engine.warm_gradients import WarmProducts, can_begin
+from zeepo.errors import SessionError
+from zeepo.memory.spares import Spares
+
+WIDTH = 1024  # of a square matrix: 4 MiB, large enough to be announced
+NUM_LAYERS = 5
+
+
+@pytest.fixture(autouse=True)
+def small_memory_is_worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeepo.chunks.moves.WORTH_KEEPING_BYTES", 1 << 20)
+
+
+class Layers(nn.Module):
+    """Layers that use their weights in one way or another."""
+
+    def __init__(self, use: Callable[[Tensor, nn.Linear], Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        widths = [(WIDTH, WIDTH), (WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)] * 2
+        self.layers = nn.ModuleList(nn.Linear(*shape) for shape in widths[:NUM_LAYERS])
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.use(x, layer).tanh()
+        return x.square().mean()
+
+
+def recomputed(x: Tensor, layer: nn.Linear) -> Tensor:
+    result: Tensor = checkpoint(layer, x, use_reentrant=False)
+    return result
+
+
+USES: dict[str, Callable[[Tensor, nn.Linear], Tensor]] = {
+    "linear": lambda x, layer: layer(x),
+    "linear without bias": lambda x, layer: F.linear(x, layer.weight) + layer.bias,
+    "linear of three dimensions": lambda x, layer: layer(x[None])[0],
+    "matmul": lambda x, layer: x @ layer.weight.t() + layer.bias,
+    "addmm of the transposed": lambda x, layer: torch.addmm(layer.bias, x, layer.weight.t()),
+    "half the weight": lambda x, layer: x @ (0.5 * layer.weight).t() + layer.bias,
+    "recomputed": recomputed,
+}
+
+
+def train(model: nn.Module, num_steps: int, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    losses = []
+    for step in range(num_steps):
+        x = torch.randn(7 + step, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """Train plainly and under zeepo; the spares of the session."""
+
+    def compare(model: nn.Module, num_steps: int = 4, **options: Any) -> Spares:
+        plain = copy.deepcopy(model)
+        expected = train(plain, num_steps, torch.optim.SGD(plain.parameters(), 0.1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"ram": "400MiB", "update": "backward", **options}
+        with zeepo.init(model, optimizer, disk=tmp_path, **options) as session:
+            losses = train(model, num_steps, optimizer)
+            spares = session._manager.store.moves.spares
+            assert spares.nbytes == 0
+        assert all(map(torch.equal, losses, expected))
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p, q)
+        assert torch._C._len_torch_dispatch_stack() == 0
+        return spares
+
+    return compare
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients_have_the_bits_of_plain_pytorch(run: Any, use: str) -> None:
+    spares = run(Layers(USES[use]))
+    if use != "half the weight":  # whose product is no parameter's gradient
+        assert spares.num_reuses >= NUM_LAYERS
+
+
+def test_gradients_that_stay_leave_nothing(run: Any) -> None:
+    assert run(Layers(USES["linear"]), update="step").num_reuses == 0
+
+
+class Seen(TorchDispatchMode):
+    """Somebody else's mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in func.name():
+            self.products.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_users_sees_what_it_would_see(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen()
+    backward = Tensor.backward
+
+    def watched(self: Tensor) -> None:
+        with seen:
+            backward(self)
+
+    monkeypatch.setattr(Tensor, "backward", watched)
+    assert run(Layers(USES["linear"])).num_reuses == 0
+    assert seen.products == ["aten::mm"] * len(seen.products) != []
+
+
+def test_a_node_that_fails_leaves_no_mode_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Layers(USES["linear"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward") as session:
+        train(model, 3, optimizer)
+        assert session._manager.store.moves.spares.num_reuses
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("no product")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(WarmProducts, "_warm", fail)
+            loss = model(torch.ones(2, WIDTH))
+            with pytest.raises(RuntimeError, match="no product"):
+                loss.backward()
+        with pytest.raises(SessionError, match="used between backward"):  # half of it is updated
+            model(torch.ones(2, WIDTH))
+        assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_what_is_on_top_stays_there() -> None:
+    warm = WarmProducts(4, lambda nbytes: None)
+    warm.begin()
+    with Seen() as seen:
+        warm.end()
+        warm.end()
+        assert torch._C._len_torch_dispatch_stack() == 1
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert seen.products == ["aten::mm"]
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_one_product_of_the_size_is_made_in_the_memory() -> None:
+    memory = torch.UntypedStorage(16)
+    place = memory.data_ptr()
+    spares = Spares()
+    spares.keep(memory)
+    warm = WarmProducts(16, spares.take)
+    left, right = torch.randn(2, 3), torch.randn(3, 2)
+    expected = left @ right
+    warm.begin()
+    try:
+        first, second = left @ right, left @ right
+        other = left @ torch.ones(3, 5)
+    finally:
+        warm.end()
+    assert first.data_ptr() == place
+    assert second.data_ptr() != place
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
+    assert torch.equal(other, left @ torch.ones(3, 5))
+
+
+def test_nobody_is_disturbed() -> None:
+    with torch.no_grad():
+        assert can_begin()
+        with Seen():
+            assert not can_begin()
+    assert not can_begin()  # a gradient that is to have a graph
