@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zeepo
+from zeepo.chunks.store import ChunkStore
 from zeepo.engine.warm_gradients import WarmProducts, can_begin
 from zeepo.errors import SessionError
 from zeepo.memory.spares import Spares
@@ -153,6 +154,91 @@ def test_a_node_that_fails_leaves_no_mode_behind(
         with pytest.raises(SessionError, match="used between backward"):  # half of it is updated
             model(torch.ones(2, WIDTH))
         assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_backward_that_fails_keeps_no_memory_for_long(tmp_path: Path) -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise RuntimeError("in the middle")
+
+    model = Layers(USES["linear"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward")
+    train(model, 2, optimizer)
+    spares = session._manager.store.moves.spares
+    first, *others = model.layers
+    x = first(torch.ones(2, WIDTH))
+    x = Failing.apply(x)
+    for layer in others:
+        x = layer(x)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        x.sum().backward()
+    assert spares.nbytes
+    session.close()
+    assert spares.nbytes == 0
+
+
+def test_an_array_that_became_a_gradient_stays_the_users(run: Any) -> None:
+    given: list[tuple[Any, float]] = []
+
+    class OfAnArray(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            array = (grad.t() @ x).numpy().copy()
+            given.append((array, float(array.sum())))
+            return grad @ weight, torch.from_numpy(array)
+
+    def use(x: Tensor, layer: nn.Linear) -> Tensor:
+        own: Tensor = OfAnArray.apply(x, layer.weight)
+        return (layer(x) if layer.weight.shape[0] == WIDTH else own) + layer.bias
+
+    run(Layers(use))
+    assert given
+    assert all(float(array.sum()) == total for array, total in given)
+
+
+def test_what_else_a_node_makes_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two large parameters in one product: one gradient has memory, the other will take some."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Module() for _ in range(3))
+    for pair in model:
+        for side in ("left", "right"):
+            pair.register_parameter(side, nn.Parameter(torch.randn(WIDTH, WIDTH) / 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected: list[int] = []
+    expect = ChunkStore.expect
+
+    def noting(self: ChunkStore, nbytes: int) -> None:
+        expected.append(nbytes)
+        expect(self, nbytes)
+
+    monkeypatch.setattr(ChunkStore, "expect", noting)
+    with zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward") as session:
+        for _ in range(3):
+            expected.clear()
+            x = torch.ones(3, WIDTH)
+            for pair in model:
+                x = (x @ (pair.left @ pair.right)).tanh()
+            loss = x.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session._manager.store.moves.spares.num_reuses
+    side = WIDTH * WIDTH * 4
+    assert [n for n in expected if n <= 2 * side] == [2 * side, side, side]  # updates take more
 
 
 def test_what_is_on_top_stays_there() -> None:

@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 from zeepo.errors import CorruptionError, DiskError
 from zeepo.memory import native_blocks
 from zeepo.memory.block_io import GRAIN_BYTES, NativeBlocks
-from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.disk_tier import NUM_THREADS, DiskTier
 from zeepo.memory.mapping import Mapping
 
 pytestmark = pytest.mark.skipif(native_blocks.library is None, reason="nothing was compiled")
@@ -128,7 +128,7 @@ def test_the_team_ends_with_its_tier(tmp_path: object) -> None:
     """Python does not see its threads: the system does."""
     before = len(os.listdir("/proc/self/task"))
     tier = DiskTier([tmp_path])  # type: ignore[list-item]
-    assert len(os.listdir("/proc/self/task")) == before + 4
+    assert len(os.listdir("/proc/self/task")) == before + 2 * NUM_THREADS
     tier.close()
     assert len(os.listdir("/proc/self/task")) == before
 

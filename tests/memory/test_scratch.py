@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from zeepo.memory.disk_tier import DiskTier
+from zeepo.memory.disk_tier import NUM_THREADS, DiskTier
 from zeepo.memory.scratch import ScratchFolder, remove_leftovers
 
 HEADER = """
@@ -107,7 +107,7 @@ def test_a_tier_that_becomes_garbage_cleans_up(tmp_path: Path) -> None:
         gc.collect()
         time.sleep(0.01)
     assert list(tmp_path.iterdir()) == []
-    assert thread_names == ["zeepo-disk-0", "zeepo-disk-1"]
+    assert thread_names == [f"zeepo-disk-{number}" for number in range(NUM_THREADS)]
 
 
 def make_leftover(folder: Path) -> None:

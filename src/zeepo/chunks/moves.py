@@ -22,7 +22,7 @@ from zeepo.chunks.eviction import Candidate, choose_victims
 from zeepo.chunks.layout import align_up
 from zeepo.chunks.losses import named
 from zeepo.chunks.residents import Residents
-from zeepo.chunks.storages import new_storage, swap_memory
+from zeepo.chunks.storages import is_in_backward, is_ordinary, new_storage, swap_memory
 from zeepo.chunks.trace import Trace
 from zeepo.errors import BudgetError, DiskError, InternalError, RankError
 from zeepo.memory.budget import WORTH_LEAVING_BYTES, RamBudget
@@ -77,15 +77,18 @@ class Moves:
         return self.ledger.reserve(chunk.kind.value, nbytes)
 
     def keep_spare(self, chunk: Chunk, index: int) -> None:
-        """A slot is about to be emptied: the memory of a large guest, whose room is torch's, is
-        left to the next of its size."""
+        """A slot is about to be emptied: in backward the memory of a large guest, whose room is
+        torch's, is left to the next of its size. Only torch's own: an array of the user's may have
+        become a gradient."""
         storage, guest = chunk.storages[index], chunk.own_memory.get(index)
         if storage is None or guest is None or not guest.is_guest or chunk.raw_holds:
             return
-        if storage.nbytes() > WORTH_KEEPING_BYTES and not self.must_have_room:
+        if storage.nbytes() > WORTH_KEEPING_BYTES and is_ordinary(storage) and is_in_backward():
             memory = new_storage(0)
             swap_memory(storage, memory)
             self.spares.keep(memory)
+            if self.budget is not None:
+                self.budget.note_kept(memory.nbytes())
 
     # -- moving down ------------------------------------------------------------------------------
 

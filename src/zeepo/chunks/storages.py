@@ -45,6 +45,16 @@ def memory_of(storage: UntypedStorage) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def is_ordinary(storage: UntypedStorage) -> bool:
+    """Whether the memory is torch's own, and not that of an array or a file."""
+    return bool(storage.resizable()) and not storage.is_shared()
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward node."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_dense(tensor: Tensor) -> bool:
     """The elements fill their span of memory without overlap."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -361,6 +361,7 @@ class ChunkStore:
         raw address stays where it is.
         """
         with self.lock:
+            self.moves.spares.let_go()
             self.look_at_budget()
             self.ledger.limit_bytes = self.most_bytes
             self._is_closing = True

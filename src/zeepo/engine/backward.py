@@ -20,7 +20,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from zeepo.chunks.storages import address
 from zeepo.chunks.store import Chunk, ChunkStore
@@ -110,13 +110,25 @@ class NodeLeases:
                     ctypes.memset(storage.data_ptr(), 0, storage.nbytes())
 
     def _warm_up(self, lease: _NodeLease) -> bool:
-        """Whether what the node is about to make has memory already."""
+        """Whether what the node is about to make has memory already; the rest of it is expected."""
         spares = self._store.moves.spares
         if not spares.has(lease.product_bytes) or not can_begin():
             return False
-        lease.warm = WarmProducts(lease.product_bytes, spares.take)
+        rest_bytes = lease.coming_bytes - lease.product_bytes
+        if rest_bytes >= WORTH_EXPECTING_BYTES:
+            self._store.expect(rest_bytes)
+            if not spares.has(lease.product_bytes):
+                return False
+        lease.warm = WarmProducts(lease.product_bytes, self._take_spare)
         lease.warm.begin()
         return True
+
+    def _take_spare(self, nbytes: int) -> UntypedStorage | None:
+        """Memory for a product, unless it had to go since the node began."""
+        memory = self._store.moves.spares.take(nbytes)
+        if memory is None:
+            self._store.expect(nbytes)
+        return memory
 
     def leave(self, lease: _NodeLease, grads: Any) -> None:
         lease.cool_down()

@@ -115,6 +115,7 @@ class BackwardUpdates:
                 "use update='step'."
             )
         self._refuse_uncleared("backward()")
+        self._manager.store.moves.spares.let_go()  # of a backward that failed
         self._seen.clear()
         if self._is_accumulating:
             for chunk in self._manager.grad_chunks.values():

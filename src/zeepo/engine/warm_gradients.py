@@ -52,7 +52,7 @@ class WarmProducts(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyp
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is not _mm.default:
+        if func is not _mm.default or types:  # types: of operands that have ways of their own
             return func(*args, **(kwargs or {}))
         left, right = args
         shape = (left.shape[0], right.shape[1])

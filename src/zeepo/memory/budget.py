@@ -197,6 +197,10 @@ class RamBudget:
         self._last_bytes -= nbytes
         return self._ledger.admit(tag, nbytes)
 
+    def note_kept(self, nbytes: int) -> None:
+        """A guest goes and its memory stays, as torch's."""
+        self._last_bytes += nbytes
+
     def keep_room_of(self, guests: Iterable[Reservation]) -> None:
         """They are about to go because room is needed: theirs is not torch's."""
         if nbytes := sum(guest.stay() for guest in guests):
