@@ -83,6 +83,8 @@ class Moves:
         storage, guest = chunk.storages[index], chunk.own_memory.get(index)
         if storage is None or guest is None or not guest.is_guest or chunk.raw_holds:
             return
+        if self.must_have_room:  # closing: nothing is kept any more
+            return
         if storage.nbytes() > WORTH_KEEPING_BYTES and is_ordinary(storage) and is_in_backward():
             memory = new_storage(0)
             swap_memory(storage, memory)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from zeepo.chunks.storages import address
+from zeepo.chunks.storages import address, is_in_backward
 from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import storage_of
 from zeepo.engine.saved import Handle, Weight
@@ -147,7 +147,7 @@ class NodeLeases:
 
     def give_back_stale(self) -> None:
         """Outside backward no node of this thread runs: what it holds was left by an exception."""
-        if self._held and torch._C._current_graph_task_id() == -1:
+        if self._held and not is_in_backward():
             self.give_back_of({get_ident()})
 
     def give_back_of(self, threads: Container[int | None]) -> None:

@@ -27,11 +27,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from zeepo import events
 from zeepo.chunks.chunk import Chunk
+from zeepo.chunks.storages import is_in_backward
 from zeepo.engine.ends_of_backward import EndsOfBackward
 from zeepo.engine.managed import Home
 from zeepo.engine.manager import Manager
@@ -221,7 +221,7 @@ class BackwardUpdates:
 
 def _refuse_use(chunk: Chunk) -> None:
     """Between a chunk's update and the step its old values would be needed."""
-    if torch._C._current_graph_task_id() != -1:
+    if is_in_backward():
         raise SessionError(
             f"{chunk.label} is used in backward after it was updated: its weights are needed "
             "by a part of the graph that gives them no gradient (a detached or frozen use, a "
