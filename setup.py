@@ -25,15 +25,9 @@ kernels = Extension(
 )
 block_io = Extension(
     "zeepo.memory._block_io",
-    sources=[
-        "native/block_io.c",
-        "native/checking.c",
-        "native/checksum.c",
-        "native/checksum_avx2.c",
-    ],
-    depends=["native/checking.h", "native/checksum.inc", "native/xxhash.h"],
-    extra_compile_args=["-std=c11", "-O3", "-fvisibility=default", "-pthread"],
-    extra_link_args=["-pthread"],
+    sources=["native/block_io.c", "native/checksum.c", "native/checksum_avx2.c"],
+    depends=["native/checksum.inc", "native/xxhash.h"],
+    extra_compile_args=["-std=c11", "-O3", "-fvisibility=default"],
     optional=True,
 )
 setup(ext_modules=[] if os.environ.get("ZEEPO_WITHOUT_KERNELS") else [kernels, block_io])

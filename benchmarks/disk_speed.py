@@ -9,7 +9,7 @@ every block with its checksum. The figure is the ratio of medians over turns. fi
 that reuses a few MiB, which stay in a cache, so beside it runs the best of those that have as much
 memory in flight as the tier, and beside the tier one that has little in flight, as fio's best has.
 Reads and writes at once are measured too.
-With --sweep the tier also runs with other numbers of threads, parts and chunks, to see what limits.
+With --sweep the tier also runs with other threads, blocks and chunks, to see what limits it.
 Everything overwrites blocks that were written before, as training does after its first step.
 """
 
@@ -33,7 +33,6 @@ from typing import Any
 
 import reporting
 
-from zeepo.memory import disk_tier
 from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
@@ -143,7 +142,7 @@ class TierWay:
     chunk_bytes: int = 32 * MiB
     num_in_flight: int = 4
     num_threads: int | None = None
-    part_bytes: int | None = None
+    block_bytes: int | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -152,7 +151,8 @@ class TierWay:
     def __str__(self) -> str:
         found = [f"chunks of {self.chunk_bytes // MiB} MiB, {self.num_in_flight} in flight"]
         found += [f"{self.num_threads} threads"] * (self.num_threads is not None)
-        found += [f"parts of {(self.part_bytes or 0) // MiB} MiB"] * (self.part_bytes is not None)
+        if self.block_bytes is not None:
+            found.append(f"blocks of {self.block_bytes // MiB} MiB")
         return ", ".join(found)
 
 
@@ -162,7 +162,8 @@ class TierRun:
     def __init__(self, directory: Path, size_bytes: int, way: TierWay) -> None:
         self.way = way
         self.pool = BufferPool(Ledger("ram", None))
-        options = {} if way.num_threads is None else {"num_threads": way.num_threads}
+        asked = {"num_threads": way.num_threads, "block_bytes": way.block_bytes}
+        options = {name: number for name, number in asked.items() if number is not None}
         self.tier = DiskTier([directory], pool=self.pool, **options)
         self.extents = [
             self.tier.allocate(f"chunk {number}", way.chunk_bytes)
@@ -214,12 +215,7 @@ class TierRun:
 @contextmanager
 def tier_run(directory: Path, size_bytes: int, way: TierWay) -> Iterator[TierRun]:
     """A tier as `way` says, open in the block."""
-    kept = disk_tier.PART_BYTES
-    disk_tier.PART_BYTES = way.part_bytes or kept
-    try:
-        run = TierRun(directory, size_bytes, way)
-    finally:
-        disk_tier.PART_BYTES = kept
+    run = TierRun(directory, size_bytes, way)
     try:
         yield run
     finally:
@@ -312,9 +308,9 @@ def _ratio(
 def sweep(directory: Path, size_bytes: int, seconds: float) -> dict[str, Any]:
     """The tier in other ways, three times each."""
     ways = [
-        *(TierWay(num_threads=threads) for threads in (1, 2, 3, 4, 6)),
-        *(TierWay(part_bytes=nbytes * MiB) for nbytes in (1, 2, 8, 16)),
-        *(TierWay(num_threads=3, part_bytes=nbytes * MiB) for nbytes in (2, 8, 16)),
+        *(TierWay(num_threads=threads) for threads in (1, 2, 4, 6, 12)),
+        *(TierWay(block_bytes=nbytes * MiB) for nbytes in (2, 4, 16)),
+        *(TierWay(num_threads=4, block_bytes=nbytes * MiB) for nbytes in (4, 16)),
         *(TierWay(chunk_bytes=nbytes * MiB) for nbytes in (16, 64)),
         TierWay(num_in_flight=1),
     ]

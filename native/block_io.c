@@ -1,13 +1,11 @@
-/* Reads and writes the blocks of one part of an extent and checks them. Plain C, called through
- * ctypes (src/zeepo/memory/native_blocks.py), which lets go of the interpreter's lock meanwhile.
- * Checksums are taken by a team (checking.c) while the next blocks are read or written.
+/* Reads and writes one block of an extent and checks it. Plain C, called through ctypes
+ * (src/zeepo/memory/native_blocks.py), which lets go of the interpreter's lock meanwhile.
  *
- * Memory that is aligned as the file demands moves without a copy; the rest (unaligned memory,
- * blocks with gaps, an end that is not a whole page) goes through `staging`, room for one grain. */
+ * A block that is aligned as the file demands moves in one call of the system and without a copy;
+ * the rest (unaligned memory, a block with gaps, an end that is not a whole page) goes through
+ * `staging`, room for one grain. Every grain has a checksum. */
 
 #define _GNU_SOURCE
-#include "checking.h"
-
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
@@ -19,14 +17,11 @@ enum { FILE_ENDED = -1, WRONG_CHECKSUM = -2 };
 typedef struct {
     int32_t fd;
     int32_t alignment;
-    int64_t offset;      /* of the part's first block in the file */
-    int64_t block_bytes; /* of every block but an extent's last */
-    int64_t grain_bytes; /* of every grain but a block's last: each has a checksum */
-    int64_t nbytes;      /* of the extent */
-    int64_t num_blocks;  /* of the part */
-    const int64_t *blocks;
-    uint64_t *checksums; /* of the extent's blocks: as many for each as a block has grains */
-} Part;
+    int64_t offset;      /* of the block in the file */
+    int64_t low, high;   /* the bytes of the extent that it holds */
+    int64_t grain_bytes; /* of every grain but the last */
+    uint64_t *checksums; /* one for each grain */
+} Block;
 
 /* Bytes [low, high) of the extent lie at `memory`; sorted, not overlapping. */
 typedef struct {
@@ -37,7 +32,7 @@ typedef struct {
 uint64_t zeepo_checksum_base(const void *bytes, size_t count);
 uint64_t zeepo_checksum_avx2(const void *bytes, size_t count);
 
-int64_t zeepo_part_bytes(void) { return (int64_t)sizeof(Part); }
+int64_t zeepo_block_bytes(void) { return (int64_t)sizeof(Block); }
 
 uint64_t zeepo_checksum(const void *bytes, int64_t count) {
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -50,87 +45,57 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-/* If not all bytes came, `failure` is the error of the system or FILE_ENDED. */
-static void read_all(int fd, char *memory, int64_t count, int64_t offset, int32_t *failure) {
-    int64_t done = 0;
-    while (done < count) {
+/* What went wrong, or 0. */
+static int32_t read_all(int fd, char *memory, int64_t count, int64_t offset) {
+    for (int64_t done = 0; done < count;) {
         const ssize_t now = pread(fd, memory + done, (size_t)(count - done), offset + done);
         if (now < 0 && errno == EINTR) continue;
-        if (now <= 0) {
-            *failure = now < 0 ? errno : FILE_ENDED;
-            break;
-        }
+        if (now <= 0) return now < 0 ? errno : FILE_ENDED;
         done += now;
     }
+    return 0;
 }
 
-static void write_all(int fd, const char *memory, int64_t count, int64_t offset,
-                      int32_t *failure) {
-    int64_t done = 0;
-    while (done < count) {
+static int32_t write_all(int fd, const char *memory, int64_t count, int64_t offset) {
+    for (int64_t done = 0; done < count;) {
         const ssize_t now = pwrite(fd, memory + done, (size_t)(count - done), offset + done);
         if (now < 0 && errno == EINTR) continue;
-        if (now <= 0) {
-            *failure = now < 0 ? errno : ENOSPC;
-            break;
-        }
+        if (now <= 0) return now < 0 ? errno : ENOSPC;
         done += now;
     }
+    return 0;
 }
 
-static int is_aligned(const Part *part, const char *memory) {
-    return (uintptr_t)memory % (uintptr_t)part->alignment == 0;
+/* How many bytes of a block move without a copy when its memory is here. */
+static int64_t direct_bytes(const Block *block, const char *memory) {
+    const int is_aligned = (uintptr_t)memory % (uintptr_t)block->alignment == 0;
+    return is_aligned ? (block->high - block->low) / block->alignment * block->alignment : 0;
 }
 
-/* Bytes of the extent before the end of the part's block number `i`. */
-static int64_t end_of(const Part *part, int64_t i) {
-    return smaller((part->blocks[i] + 1) * part->block_bytes, part->nbytes);
+static int has_its_checksums(const Block *block, const char *memory) {
+    const int64_t count = block->high - block->low;
+    const uint64_t *checksum = block->checksums;
+    for (int64_t at = 0; at < count; at += block->grain_bytes)
+        if (zeepo_checksum(memory + at, smaller(block->grain_bytes, count - at)) != *checksum++)
+            return 0;
+    return 1;
 }
 
-/* Where block number `i` is in the file. */
-static int64_t place_of(const Part *part, int64_t i) {
-    return part->offset + i * part->block_bytes;
-}
-
-static int64_t start_of(const Part *part, int64_t i) { return part->blocks[i] * part->block_bytes; }
-
-static uint64_t *checksums_of(const Part *part, int64_t i) {
-    const int64_t num_grains = padded(part->block_bytes, part->grain_bytes) / part->grain_bytes;
-    return part->checksums + part->blocks[i] * num_grains;
-}
-
-/* Read block number `i`, checked later; why not all of it came. */
-static int32_t read_block(const Part *part, int64_t i, char *target, char *staging, Round *round) {
-    const int64_t low = start_of(part, i), count = end_of(part, i) - low;
-    char *memory = target + low;
-    int64_t at = is_aligned(part, memory) ? count / part->alignment * part->alignment : 0;
-    int32_t failure = 0;
-    read_all(part->fd, memory, at, place_of(part, i), &failure);
+/* 0, or an error of the system, or one of the above. */
+int32_t zeepo_read_block(const Block *block, char *target, char *staging) {
+    char *memory = target + block->low;
+    const int64_t count = block->high - block->low;
+    int64_t at = direct_bytes(block, memory);
+    int32_t failure = read_all(block->fd, memory, at, block->offset);
     while (!failure && at < count) {
-        const int64_t some = smaller(part->grain_bytes, count - at);
-        const int64_t whole = padded(some, part->alignment);
-        read_all(part->fd, staging, whole, place_of(part, i) + at, &failure);
+        const int64_t some = smaller(block->grain_bytes, count - at);
+        const int64_t whole = padded(some, block->alignment);
+        failure = read_all(block->fd, staging, whole, block->offset + at);
         if (!failure) memcpy(memory + at, staging, (size_t)some);
         at += some;
     }
-    if (!failure) compare_checksums(round, memory, count, checksums_of(part, i), i);
-    return failure;
-}
-
-/* How many blocks came back right; if not all, `failure` says why the next did not. */
-int64_t zeepo_read_blocks(const Part *part, Team *team, char *target, char *staging,
-                          int32_t *failure) {
-    Round round = new_round(team, part->grain_bytes);
-    int64_t done = 0;
-    *failure = 0;
-    while (done < part->num_blocks && !*failure) {
-        *failure = read_block(part, done, target, staging, &round);
-        if (!*failure) done++;
-    }
-    const int64_t wrong = finish(&round);
-    if (wrong < 0) return done;
-    *failure = WRONG_CHECKSUM;
-    return wrong;
+    if (failure) return failure;
+    return has_its_checksums(block, memory) ? 0 : WRONG_CHECKSUM;
 }
 
 /* The first piece that ends after `low`. */
@@ -161,49 +126,36 @@ static void assemble(const Piece *pieces, int64_t num_pieces, int64_t low, int64
     }
 }
 
-/* The memory of [low, high) if one piece has all of it, aligned as the file demands. */
-static const char *direct_source(const Part *part, const Piece *pieces, int64_t num_pieces,
-                                 int64_t low, int64_t high) {
-    const int64_t first = first_after(pieces, num_pieces, low);
-    if (first == num_pieces || pieces[first].low > low || pieces[first].high < high) return NULL;
-    const char *memory = pieces[first].memory + (low - pieces[first].low);
-    return is_aligned(part, memory) ? memory : NULL;
+/* The block's memory if one piece has all of it, aligned as the file demands. */
+static const char *direct_source(const Block *block, const Piece *pieces, int64_t num_pieces) {
+    const int64_t i = first_after(pieces, num_pieces, block->low);
+    if (i == num_pieces || pieces[i].low > block->low || pieces[i].high < block->high) return NULL;
+    const char *memory = pieces[i].memory + (block->low - pieces[i].low);
+    return direct_bytes(block, memory) ? memory : NULL;
 }
 
-/* Write block number `i` and take its checksums; why not all of it was written. */
-static int32_t write_block(const Part *part, int64_t i, const Piece *pieces, int64_t num_pieces,
-                           char *staging, Round *round) {
-    const int64_t low = start_of(part, i), high = end_of(part, i), count = high - low;
-    const char *source = direct_source(part, pieces, num_pieces, low, high);
+/* 0 or an error of the system. */
+int32_t zeepo_write_block(const Block *block, const Piece *pieces, int64_t num_pieces,
+                          char *staging) {
+    const int64_t count = block->high - block->low;
+    const char *source = direct_source(block, pieces, num_pieces);
+    uint64_t *checksum = block->checksums;
     int64_t at = 0;
     int32_t failure = 0;
     if (source) {
-        take_checksums(round, source, count, checksums_of(part, i));
-        at = count / part->alignment * part->alignment;
-        write_all(part->fd, source, at, place_of(part, i), &failure);
+        for (; at < count; at += block->grain_bytes)
+            *checksum++ = zeepo_checksum(source + at, smaller(block->grain_bytes, count - at));
+        at = direct_bytes(block, source);
+        failure = write_all(block->fd, source, at, block->offset);
     }
     while (!failure && at < count) { /* the end that is not a whole page, or grain by grain */
-        const int64_t some = smaller(part->grain_bytes, count - at);
-        const int64_t whole = padded(some, part->alignment);
-        assemble(pieces, num_pieces, low + at, low + at + some, staging);
+        const int64_t some = smaller(block->grain_bytes, count - at);
+        const int64_t whole = padded(some, block->alignment);
+        assemble(pieces, num_pieces, block->low + at, block->low + at + some, staging);
         memset(staging + some, 0, (size_t)(whole - some));
-        if (!source) checksums_of(part, i)[at / part->grain_bytes] = zeepo_checksum(staging, some);
-        write_all(part->fd, staging, whole, place_of(part, i) + at, &failure);
+        if (!source) *checksum++ = zeepo_checksum(staging, some);
+        failure = write_all(block->fd, staging, whole, block->offset + at);
         at += some;
     }
     return failure;
-}
-
-/* How many blocks were written; if not all, `failure` says why the next was not. */
-int64_t zeepo_write_blocks(const Part *part, Team *team, const Piece *pieces, int64_t num_pieces,
-                           char *staging, int32_t *failure) {
-    Round round = new_round(team, part->grain_bytes);
-    int64_t done = 0;
-    *failure = 0;
-    while (done < part->num_blocks && !*failure) {
-        *failure = write_block(part, done, pieces, num_pieces, staging, &round);
-        if (!*failure) done++;
-    }
-    finish(&round);
-    return done;
 }

