@@ -186,7 +186,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ram", default="1.5GiB", help="budget of the runs on disk")
     parser.add_argument("--tokens", default="256,1024", help="per step")
     parser.add_argument("--ways", default="ram,disk,backward", help=", ".join(WAYS))
-    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=10, help="less than half with 1024 tokens")
     return parser.parse_args()
 
 
@@ -213,9 +213,8 @@ def main() -> None:
                 options = dict(WAYS[way])
                 if way != "ram":
                     options |= {"ram": args.ram, "disk": disk}
-                turns = Turns(3 if args.short else args.turns, 4, 1, 1)
-                if count >= 1024:
-                    turns = Turns(args.turns - 1, 3, 1, 1)
+                num_turns = 3 if args.short else args.turns if count < 1024 else args.turns // 2 - 1
+                turns = Turns(num_turns, num_steps=3, num_skipped=1, num_warm_up=1)
                 result = compare(config, count // config.sequence, turns, options)
                 beyond = exposed(result["seconds_of_turns"], result["per_step"], speeds)
                 result |= {"way": way, "tokens": count, **beyond}
