@@ -26,13 +26,14 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import reporting
 from engine_runs import command_for, environment_for, lacks, last_words
+from ladder import LARGEST, SEQUENCE, SPACING, WIDTHS, Rung, fitted, ladder, search
 from memory_cgroup import MemoryCgroup
 from rank_engines import (
     CPU,
@@ -47,83 +48,8 @@ from rank_engines import (
 GiB = 1 << 30
 GOAL = 10.0
 NUM_STEPS = 2
-SEQUENCE = 64
-VOCABULARY = 50304
-SPACING = 1.25
-WIDTHS = range(64, 64 * 200, 64)
-LARGEST = "{largest}"
-"""In the options of a configuration: the elements of the model's largest parameter."""
 BYTES_PER_PARAMETER = 16
 """Of fp32 training with AdamW: the first guess of what fits."""
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One model of the ladder."""
-
-    width: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        number = self.width // 64
-        return {
-            "num_layers": number, "width": self.width, "num_heads": number,
-            "vocabulary": VOCABULARY, "sequence": SEQUENCE, "checkpointing": True,
-        }  # fmt: skip
-
-    @property
-    def num_parameters(self) -> int:
-        width = self.width
-        block = 12 * width * width + 13 * width
-        return (2 * VOCABULARY + SEQUENCE + 2) * width + width // 64 * block
-
-    def __str__(self) -> str:
-        return f"{self.num_parameters / 1e6:.0f}M"
-
-
-def fitted(options: dict[str, Any], rung: Rung) -> dict[str, Any]:
-    """Options with what depends on the model."""
-    found: dict[str, Any] = {}
-    for key, value in options.items():
-        value = fitted(value, rung) if isinstance(value, dict) else value
-        found[key] = VOCABULARY * rung.width if value == LARGEST else value
-    return found
-
-
-def ladder(smallest: float, largest: float, spacing: float = SPACING) -> list[Rung]:
-    """Rungs from `smallest` to `largest` parameters, each as near to `spacing` as widths allow."""
-    rungs: list[Rung] = []
-    for width in WIDTHS:
-        rung, following = Rung(width), Rung(width + 64)
-        if rung.num_parameters < smallest:
-            continue
-        if rung.num_parameters > largest:
-            break
-        wanted = rungs[-1].num_parameters * spacing if rungs else 0.0
-        is_nearest = following.num_parameters / max(wanted, 1) > wanted / rung.num_parameters
-        if not rungs or rung.num_parameters >= wanted or is_nearest:
-            rungs.append(rung)
-    return rungs
-
-
-def search(survives: Callable[[int], bool], num_rungs: int, start: int, survived: int = -1) -> int:
-    """The highest rung that survives: from `start` by steps of growing length, then by halving.
-
-    `survived` is known to; -1 stands for none. Whatever is below a survivor is taken to survive.
-    """
-    low, high = survived, num_rungs  # low survives, high does not
-    place, stride = min(max(start, low + 1), num_rungs - 1), 1
-    while high - low > 1:
-        if survives(place):
-            low = place
-        else:
-            high = place
-        if low >= 0 and high < num_rungs:
-            place = (low + high) // 2
-        else:
-            place = min(low + stride, high - 1) if low >= 0 else max(high - stride, low + 1)
-            stride *= 2
-    return low
 
 
 def configurations(args: argparse.Namespace, budget_bytes: int) -> dict[str, list[Configuration]]:

@@ -98,7 +98,7 @@ OTHER_RUNS = [PLAIN, SEVERAL_CALLS, ACCUMULATES]
 
 @contextmanager
 def slow_disk(seconds: float) -> Iterator[None]:
-    """Let every part of a transfer wait before it touches memory."""
+    """Let every block wait before it touches memory."""
 
     def delayed(method: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
@@ -108,7 +108,7 @@ def slow_disk(seconds: float) -> Iterator[None]:
         return run
 
     with ExitStack() as stack:
-        for blocks, name in product((NativeBlocks, PythonBlocks), ("read_part", "write_part")):
+        for blocks, name in product((NativeBlocks, PythonBlocks), ("read", "write")):
             stack.enter_context(patch.object(blocks, name, delayed(getattr(blocks, name))))
         yield
 

@@ -41,21 +41,21 @@ def test_search_finds_the_highest_rung(load: Load, start: int, highest: int) -> 
         tried.append(place)
         return place <= highest
 
-    assert load("largest_model").search(survives, 12, start) == highest
+    assert load("ladder").search(survives, 12, start) == highest
     assert len(tried) == len(set(tried)) <= 8
 
 
 def test_another_configuration_has_to_beat_the_best(load: Load) -> None:
     tried: list[int] = []
-    found = load("largest_model").search(lambda place: bool(tried.append(place)), 12, 6, 5)
+    found = load("ladder").search(lambda place: bool(tried.append(place)), 12, 6, 5)
     assert (found, tried) == (5, [6])
 
 
 def test_rungs_have_the_parameters_they_say(load: Load) -> None:
     import torch
 
-    largest, gpt = load("largest_model"), load("gpt")
-    rungs = largest.ladder(1e8, 4.6e9)
+    rungs = load("ladder").ladder(1e8, 4.6e9)
+    gpt = load("gpt")
     for rung in rungs:
         with torch.device("meta"):
             model = gpt.GPT(gpt.GPTConfig(**rung.options))
@@ -103,7 +103,7 @@ def test_what_a_step_has_to_move(load: Load) -> None:
 
 
 def test_buffers_hold_the_largest_parameter(load: Load) -> None:
-    largest = load("largest_model")
-    rung = largest.Rung(512)
-    named = {"offload_param": {"buffer_size": largest.LARGEST}, "stage": 3}
-    assert largest.fitted(named, rung)["offload_param"]["buffer_size"] == 50304 * 512
+    ladder = load("ladder")
+    rung = ladder.Rung(512)
+    named = {"offload_param": {"buffer_size": ladder.LARGEST}, "stage": 3}
+    assert ladder.fitted(named, rung)["offload_param"]["buffer_size"] == 50304 * 512

@@ -28,9 +28,9 @@ from zeepo.memory.transfers import TransferQueue
 from zeepo.units import enough_bytes, format_bytes
 
 BLOCK_BYTES = 8 << 20
-"""A transfer is cut in blocks of this size, each one call of the system, so that one extent keeps
-several threads busy. Every block takes the interpreter's lock from the training thread for a
-moment: rather few."""
+"""A transfer is cut in blocks of this size, so that one extent keeps several threads busy; one that
+is aligned is one call of the system. Every block takes the interpreter's lock from the training
+thread for a moment: rather few."""
 
 NUM_THREADS = 8
 """As many blocks are on their way: a disk of several GB/s wants that much in flight, and goes on

@@ -1,8 +1,8 @@
 """The native way to move blocks (native/block_io.c), loaded with ctypes; built with zeepo.
 
 A call reads or writes a block and checks it without the interpreter's lock, so that training does
-not wait for it. Without a compiler `library` is None and `block_io` does the same
-from Python, with the same checksums.
+not wait for it. Without a compiler `library` is None and `block_io` does the same from Python, with
+the same checksums.
 """
 
 import ctypes

@@ -3,8 +3,7 @@
 A pattern is a short cycle of directory numbers in proportion to their weights, spread evenly. An
 extent enters the cycle at a phase; block `b` is on directory `order[(phase + b) % period]`.
 Invariant: an extent's blocks on one directory fill the slots 0, 1, 2, ... of one contiguous
-region, in block order, so a run of slots is one contiguous transfer. The extent's last block is
-always its directory's last slot.
+region, in block order. The extent's last block is always its directory's last slot.
 """
 
 from collections.abc import Sequence
