@@ -10,12 +10,16 @@ Exposed time is what a step takes beyond its largest part alone: the plain step 
 (compute), or the bytes that zeepo moved in each direction at the speed of the disk tier alone,
 measured here too; the figure is the median over turns.
 
+What is not asked for stays in the result as it is, each run with its own date and commit.
+
     python benchmarks/practicality.py --disk DIRECTORY [--tokens 256,1024] [--ways disk,backward]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import multiprocessing
 import statistics
 import tempfile
@@ -214,23 +218,33 @@ def main() -> None:
         runs=[],
     )
     path = reporting.result_path("practicality", is_short=args.short, given=args.result)
-    with tempfile.TemporaryDirectory(dir=args.disk) as disk:
-        report["link_bytes_per_second"] = speeds = link_speeds(Path(disk), 1 << 30)
-        print({edge: f"{speed / 1e9:.2f} GB/s" for edge, speed in speeds.items()})
-        for count in tokens:
-            for way in args.ways.split(","):
-                print(f"{way}, {count} tokens a step", flush=True)
-                options = dict(WAYS[way])
-                if way != "ram":
-                    options |= {"ram": args.ram, "disk": disk}
-                num_turns = 3 if args.short else args.turns if count < 1024 else args.turns // 2
-                turns = Turns(max(2, num_turns), num_steps=3, num_skipped=1, num_warm_up=1)
-                result = compare_apart(config, count // config.sequence, turns, options)
-                beyond = exposed(result["seconds_of_turns"], result["per_step"], speeds)
-                result |= {"way": way, "tokens": count, **beyond}
-                report["runs"].append(result)
-                reporting.write(report, path)
+    asked = list(itertools.product(tokens, args.ways.split(",")))
+    if path.exists() and not args.short:
+        kept = json.loads(path.read_text())
+        of_then = {key: kept[key] for key in ("date", "commit", "machine")}
+        report["runs"] = [
+            of_then | run for run in kept["runs"] if (run["tokens"], run["way"]) not in asked
+        ]
+    for count, way in asked:
+        print(f"{way}, {count} tokens a step", flush=True)
+        report["runs"].append(measure(config, way, count, args))
+        report["runs"].sort(key=lambda run: (run["tokens"], list(WAYS).index(run["way"])))
+        reporting.write(report, path)
     _show(report, path)
+
+
+def measure(config: GPTConfig, way: str, count: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One way with so many tokens a step; other runs of the report may be of other days."""
+    found = {key: reporting.new_report("")[key] for key in ("date", "commit", "machine")}
+    num_turns = 3 if args.short else args.turns if count < 1024 else args.turns // 2
+    turns = Turns(max(2, num_turns), num_steps=3, num_skipped=1, num_warm_up=1)
+    with tempfile.TemporaryDirectory(dir=args.disk) as disk:
+        speeds = link_speeds(Path(disk), 1 << 30)
+        print({edge: f"{speed / 1e9:.2f} GB/s" for edge, speed in speeds.items()}, flush=True)
+        place = {} if way == "ram" else {"ram": args.ram, "disk": disk}
+        found |= compare_apart(config, count // config.sequence, turns, WAYS[way] | place)
+    beyond = exposed(found["seconds_of_turns"], found["per_step"], speeds)
+    return {"way": way, "tokens": count, **found, "link_bytes_per_second": speeds, **beyond}
 
 
 def _show(report: Mapping[str, Any], path: Path) -> None:
@@ -243,7 +257,9 @@ def _show(report: Mapping[str, Any], path: Path) -> None:
             reporting.median_and_spread(run["practicalities"], 3),
             f"{run['per_step']['disk->ram'] / 1e9:.2f}",
             f"{run['per_step']['ram->disk'] / 1e9:.2f}",
-            reporting.median_and_spread([100 * share for share in run["exposed_shares"]], 1),
+            reporting.median_and_spread(
+                [100 * share for share in run.get("exposed_shares", [run["exposed_share"]])], 1
+            ),
             "yes" if run["losses_bit_equal"] else "NO",
         )
         for run in report["runs"]
