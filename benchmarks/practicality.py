@@ -221,9 +221,8 @@ def main() -> None:
     asked = list(itertools.product(tokens, args.ways.split(",")))
     if path.exists() and not args.short:
         kept = json.loads(path.read_text())
-        of_then = {key: kept[key] for key in ("date", "commit", "machine")}
         report["runs"] = [
-            of_then | run for run in kept["runs"] if (run["tokens"], run["way"]) not in asked
+            head_of(kept) | run for run in kept["runs"] if (run["tokens"], run["way"]) not in asked
         ]
     for count, way in asked:
         print(f"{way}, {count} tokens a step", flush=True)
@@ -233,9 +232,14 @@ def main() -> None:
     _show(report, path)
 
 
+def head_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """When, of what and where something was measured."""
+    return {key: report[key] for key in ("date", "commit", "machine")}
+
+
 def measure(config: GPTConfig, way: str, count: int, args: argparse.Namespace) -> dict[str, Any]:
     """One way with so many tokens a step; other runs of the report may be of other days."""
-    found = {key: reporting.new_report("")[key] for key in ("date", "commit", "machine")}
+    found = head_of(reporting.new_report(""))
     num_turns = 3 if args.short else args.turns if count < 1024 else args.turns // 2
     turns = Turns(max(2, num_turns), num_steps=3, num_skipped=1, num_warm_up=1)
     with tempfile.TemporaryDirectory(dir=args.disk) as disk:
