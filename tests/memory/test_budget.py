@@ -5,11 +5,13 @@ import pytest
 from zeepo.memory import budget as budget_module
 from zeepo.memory.budget import (
     FIRST_SLACK_BYTES,
+    KEPT_SHARE,
     LEAST_SLACK_BYTES,
     LEFT_TO_TORCH_SHARE,
     SLOW_TO_RISE,
     STEPS_REMEMBERED,
     SYSTEM_MARGIN_BYTES,
+    WORTH_TRIMMING_BYTES,
     RamBudget,
 )
 from zeepo.memory.heap import HeapUse
@@ -222,6 +224,46 @@ def test_free_memory_beyond_torchs_share_is_given_back(process: Process) -> None
     process.free_heap_bytes = 450 * MiB
     process.look()
     assert process.num_trims == 1
+
+
+def test_the_heap_keeps_a_share_however_much_room_there_is(process: Process) -> None:
+    """Blocks of other sizes come on top of the free ones, and the ledger would lose their room."""
+    process.torch_bytes = 200 * MiB
+    process.look()
+    limits = []
+    for _ in range(8):
+        process.budget.end_step()
+        for _ in range(4):  # freed in pieces, taken anew
+            process.torch_bytes += 32 * MiB
+            process.free_heap_bytes += 32 * MiB
+            limits.append(process.look())
+    most = 200 * MiB + KEPT_SHARE * RAM + 32 * MiB
+    assert min(limits) >= RAM - most - FIRST_SLACK_BYTES
+    assert process.num_trims == 8, "each time when an eighth of ram was kept"
+    assert process.spilled == []
+
+
+def test_the_heap_is_asked_only_when_torch_has_taken_more(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def heap_use() -> HeapUse:
+        asked.append(process.torch_bytes)
+        return process.heap_use()
+
+    process.torch_bytes = 300 * MiB
+    process.look()
+    monkeypatch.setattr(budget_module, "heap_use", heap_use)
+    for _ in range(100):
+        process.torch_bytes = 300 * MiB + WORTH_TRIMMING_BYTES - MiB
+        process.look()
+        process.torch_bytes = 300 * MiB
+        process.look()
+    assert asked == []
+    process.torch_bytes = 300 * MiB + WORTH_TRIMMING_BYTES
+    process.look()
+    assert asked
 
 
 def test_a_gradient_that_goes_soon_leaves_its_room_to_torch(process: Process) -> None:

@@ -12,6 +12,9 @@ more in a virtual machine whose host takes back what its guest does not use.
 When the system itself runs short (its free memory, the limit of our cgroup), the budget is what it
 can still give, and the same happens.
 
+Of what the heap keeps after torch has freed it, not more than a share of `ram`: torch takes blocks
+of other sizes next, and what fits into none of the free ones comes on top of them.
+
 When memory is short, free heap memory is given back first, then chunks leave (the store's work),
 then saved activations are sent down. When all that does not help the process is over its budget,
 and `over_bytes` says by how much.
@@ -43,6 +46,9 @@ LEFT_TO_TORCH_SHARE = 1 / 4
 """Of `ram`, the most that is left to torch because it had it once..."""
 WORTH_LEAVING_BYTES = 2 * MiB
 """...and the least: to clear less than a huge page is soon done."""
+KEPT_SHARE = 1 / 8
+"""Of `ram`, the most that the heap may keep of what was freed: it is found in pieces, not in the
+sizes that torch takes next, and all of it is missing where chunks should be."""
 RISES_KEPT = 8
 """Steps that a rise is remembered for: not every batch is the largest."""
 STEPS_TO_GO_BY = 2
@@ -88,6 +94,8 @@ class RamBudget:
         self._rise_bytes = 0
         """The most that torch took between two looks, in this step."""
         self._last_bytes = 0
+        self._least_bytes = 0
+        """The least that torch had since the heap was last asked what it keeps."""
         self._unused_bytes = 0
         """What nobody was seen to use when free heap memory was last given back: torch's code."""
         self._expected_bytes = 0
@@ -129,6 +137,8 @@ class RamBudget:
             rise_bytes = unmanaged - self._last_bytes - self._expected_bytes
             self._rise_bytes = max(self._rise_bytes, rise_bytes)
         self._expected_bytes = 0
+        if self._keeps_too_much(unmanaged):
+            unmanaged = self._trim()
         self._last_bytes = unmanaged
         if unmanaged + self._ledger.used_bytes + self._spill_slack() > self.allowed_bytes:
             self._last_bytes = unmanaged = self._relieve(unmanaged)
@@ -139,6 +149,17 @@ class RamBudget:
         self._num_looks += 1
         if self._num_looks >= LOOKS_OF_A_STEP:
             self._begin_step()
+
+    def _keeps_too_much(self, unmanaged: int) -> bool:
+        """Asked when torch has taken more: to ask the heap takes longer than all else here."""
+        self._least_bytes = min(self._least_bytes, unmanaged)
+        if unmanaged - self._least_bytes < WORTH_TRIMMING_BYTES:
+            return False
+        self._least_bytes = unmanaged
+        return self._find_kept_bytes() > self._may_be_kept_bytes()
+
+    def _may_be_kept_bytes(self) -> int:
+        return max(WORTH_TRIMMING_BYTES, int(KEPT_SHARE * self.ram_bytes))
 
     def _note_taken(self, nbytes: int) -> None:
         if self._taken_by_step:
@@ -273,7 +294,7 @@ class RamBudget:
     def _relieve(self, unmanaged: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move.
 
-        What torch had at once in the last steps it will take again; not more than its share.
+        What torch had at once in the last steps it will take again; not more than a share of it.
         """
         taken = unmanaged + self._ledger.guest_bytes
         takes_more = taken > max(self._taken_by_step, default=0)
@@ -281,9 +302,7 @@ class RamBudget:
         if is_wanted and self.let_spares_go is not None and self.let_spares_go():
             unmanaged = self._read()
         kept = self._find_kept_bytes()
-        if kept >= WORTH_TRIMMING_BYTES and (
-            is_wanted or kept > LEFT_TO_TORCH_SHARE * self.ram_bytes
-        ):
+        if kept >= (WORTH_TRIMMING_BYTES if is_wanted else self._may_be_kept_bytes()):
             unmanaged = self._trim()
         missing = self._missing(unmanaged)
         if missing > 0 and self.spill is not None and self.spill(missing):
