@@ -54,6 +54,8 @@ class Run:
     placement: str = "disk"
     delay_seconds: float = 0.0
     """How long every transfer waits before it touches memory: shows waits that are missing."""
+    linger_seconds: float = 0.0
+    """How long every transfer goes on after it touched memory: what changes then comes too late."""
     extra_bytes: int = 0
     """A little more than the least ram lets something stay there for a while."""
     piece_bytes: int = 32 << 20
@@ -67,7 +69,7 @@ ACCUMULATES = Run("plain_perceptron_accumulates")
 ROOMY = Run("plain_perceptron_adamw", extra_bytes=100 << 10)
 READS_STATE = Run("reads_of_optimizer_state")
 SEVERAL_CALLS = Run("module_called_several_times")
-WRITES = Run("writes_right_after_step", delay_seconds=0.005, extra_bytes=200 << 10, lookahead=1)
+WRITES = Run("writes_right_after_step", linger_seconds=0.02, extra_bytes=100 << 10, lookahead=1)
 RATE = Run("after_step_rate_in_a_tensor_changes")
 READS = Run("after_step_some_are_read")
 RANDOM = Run("blocks_with_random_numbers", placement="activations_recompute")
@@ -97,13 +99,14 @@ OTHER_RUNS = [PLAIN, SEVERAL_CALLS, ACCUMULATES]
 
 
 @contextmanager
-def slow_disk(seconds: float) -> Iterator[None]:
-    """Let every block wait before it touches memory."""
+def slow_disk(before: float, after: float) -> Iterator[None]:
+    """Let every block wait before and after it touches memory."""
 
     def delayed(method: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
-            time.sleep(seconds)
+            time.sleep(before)
             method(*args)
+            time.sleep(after)
 
         return run
 
@@ -118,8 +121,8 @@ def try_run(run: Run, scratch: Path) -> str:
     moves.LOOKAHEAD_CHUNKS = run.lookahead
     with ExitStack() as stack:
         stack.enter_context(tuned(piece_bytes=run.piece_bytes))
-        if run.delay_seconds:
-            stack.enter_context(slow_disk(run.delay_seconds))
+        if run.delay_seconds or run.linger_seconds:
+            stack.enter_context(slow_disk(run.delay_seconds, run.linger_seconds))
         report = check(CASES[run.case], run.placement, scratch, extra_bytes=run.extra_bytes)
     if report.passed:
         return ""
