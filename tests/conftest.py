@@ -1,5 +1,6 @@
 """What holds for every test: the same random numbers, and no session left open."""
 
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ settings.load_profile("zeepo")
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; to look at all other objects, as a close does, is short then."""
+    gc.collect()
+    gc.freeze()
 
 
 def open_session() -> Any | None:

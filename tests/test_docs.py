@@ -30,8 +30,8 @@ def run(page: Path, folder: Path, *flags: str) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-DEAR = ("exactness", "ranks")
-"""Pages that start many processes: the full run has them."""
+DEAR = ("exactness", "how", "ranks", "troubleshooting")
+"""Pages that start many processes or train for long: the full run has them."""
 
 
 @pytest.mark.parametrize(

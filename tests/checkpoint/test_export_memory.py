@@ -87,11 +87,12 @@ print(json.dumps({"growths": growths, "peak": max(peaks), "is_same": is_same}))
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "depth", "ram"),
     [
         pytest.param(1024, 16, 150 * MiB, id="64MiB"),
-        pytest.param(2000, 20, 200 * MiB, id="305MiB", marks=pytest.mark.slow),
+        pytest.param(2000, 20, 200 * MiB, id="305MiB"),
     ],
 )
 def test_growth_is_small_and_the_bits_are_plain_pytorch_s(

@@ -56,7 +56,7 @@ def compare(folder: Path, *options: str, text: str = PROGRAM) -> subprocess.Comp
 @pytest.mark.parametrize(
     "ways",
     [
-        "stage3",
+        "disk",
         pytest.param("ddp,stage3", marks=pytest.mark.slow),
         pytest.param("disk,ddp,stage1,stage2,stage3-disk", marks=pytest.mark.slow),
     ],

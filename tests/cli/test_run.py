@@ -54,6 +54,7 @@ def script(tmp_path: Path) -> Path:
 # ---- Training
 
 
+@pytest.mark.slow
 def test_the_example_trains_as_one_process_does() -> None:
     (command,) = [line for line in commands_in(CLUSTER / "README.md") if "--nproc 2 --ram" in line]
     done = launch("bash", "-c", command, cwd=CLUSTER)

@@ -76,9 +76,8 @@ def growth_without(tmp_path_factory: pytest.TempPathFactory) -> int:
     return peak_growth_kib("none", tmp_path_factory.mktemp("none") / "disk")
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("reentrant", marks=pytest.mark.slow), "non_reentrant"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
 def test_checkpointing_saves_memory(mode: str, tmp_path: Path, growth_without: int) -> None:
     """Twelve blocks save 8 MiB each behind their tanh; checkpoints do not (measured: a quarter)."""
     assert growth_without > 96 * 1024

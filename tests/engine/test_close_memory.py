@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.faults.small import run_program
 
 MEASURED = """
@@ -81,6 +83,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.slow
 def test_closing_takes_no_more_than_the_budget(tmp_path: Path) -> None:
     """240 MB of training state, gradients included, under 160 MiB; as the system counts, not we."""
     done = run_program(MEASURED, tmp_path)

@@ -69,7 +69,8 @@ def peak_growth_kib(shape: str, activations: str, disk: Path) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize("shape", ["blocks", pytest.param("sequential", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["blocks", "sequential"])
 def test_recomputing_saves_memory(shape: str, tmp_path: Path) -> None:
     kept = peak_growth_kib(shape, "ram", tmp_path / "ram")
     assert kept > 48 * 1024

@@ -75,8 +75,13 @@ OTHER_ACTIVATIONS = [
 """Cases that the short run tries with activations placed elsewhere."""
 
 
-FAMILIES = ("after_step_", "clip_", "compile_", "optimizer_", "own_", "scheduler_", "wide_")
-"""Cases that differ by one option: of each family the short run has every fourth."""
+FAMILIES = (
+    *("accumulation_", "add_param_group_", "after_step_", "averaged_", "checkpoint_", "clip_"),
+    *("compile_", "dtype_", "eval_", "freeze_", "grad_scaler", "gradients_", "hf_"),
+    *("language_model_", "optimizer_", "own_", "recurrent_", "scheduler_", "sparse_gradients_"),
+    *("state", "transformer_", "weight_norm", "wide_", "written_by_user_"),
+)
+"""Cases that are much alike: of each family the short run has every fourth."""
 
 
 def _stands_for_its_family(name: str) -> bool:
