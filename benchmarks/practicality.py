@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -116,9 +117,11 @@ def compare(
         generator = torch.Generator().manual_seed(1)
         pairs: list[tuple[float, float]] = []
         moved: list[dict[str, float]] = []
+        stolen: list[float] = []
         for number in range(turns.num_turns):
             shape = (turns.num_steps, num_sequences, config.sequence + 1)
             batches = torch.randint(config.vocabulary, shape, generator=generator)
+            began, stolen_before = time.perf_counter(), reporting.stolen_seconds()
             plain_seconds = plain.turn(batches, turns.num_skipped) if number % 2 else 0.0
             before = session.stats()
             zeepo_seconds = managed.turn(batches, turns.num_skipped)
@@ -127,9 +130,12 @@ def compare(
                 plain_seconds = plain.turn(batches, turns.num_skipped)
             pairs.append((plain_seconds, zeepo_seconds))
             moved.append(per_step(before, after, turns.num_steps))
+            core_seconds = (os.cpu_count() or 1) * (time.perf_counter() - began)
+            stolen.append((reporting.stolen_seconds() - stolen_before) / core_seconds)
             print(
                 f"  turn {number}: plain {plain_seconds:6.2f} s  zeepo {zeepo_seconds:6.2f} s  "
                 f"{plain_seconds / zeepo_seconds:.3f}  waited {moved[-1]['seconds_waited']:.2f} s  "
+                f"stolen {stolen[-1]:.1%}  "
                 f"{'same losses' if plain.losses == managed.losses else 'LOSSES DIFFER'}",
                 flush=True,
             )
@@ -143,6 +149,7 @@ def compare(
         "practicality": statistics.median(ratios),
         "practicalities": ratios,
         "seconds_of_turns": counted,
+        "shares_stolen_by_host": stolen[turns.num_warm_up :],
         "per_step": moved[-1],
         "turns": asdict(turns),
         "losses_bit_equal": plain.losses == managed.losses,

@@ -48,6 +48,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def stolen_seconds() -> float:
+    """The core-seconds since the start of the machine that its host gave to others."""
+    _, *ticks = Path("/proc/stat").read_text().splitlines()[0].split()
+    return int(ticks[7]) / os.sysconf("SC_CLK_TCK")
+
+
 def _cpu_name() -> str:
     found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     return found[1].strip() if found else platform.machine()
