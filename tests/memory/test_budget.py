@@ -32,6 +32,10 @@ class Process:
         self.free_heap_bytes = 0
         self.in_ledger_bytes = 0
         """The heap's, and counted in the ledger."""
+        self.older_heap_bytes = 0
+        """The heap's, and no growth: from before the process was watched."""
+        self.mapped_bytes = 0
+        """Of torch's, not the heap's."""
         self.spare_bytes: int | None = None
         self.num_trims = 0
         self.spilled: list[int] = []
@@ -60,8 +64,8 @@ class Process:
         return self.look()
 
     def heap_use(self) -> HeapUse:
-        used = self.torch_bytes + self.in_ledger_bytes - self.free_heap_bytes
-        return HeapUse(used, self.free_heap_bytes)
+        growth = self.torch_bytes + self.in_ledger_bytes - self.free_heap_bytes - self.mapped_bytes
+        return HeapUse(growth + self.older_heap_bytes, self.free_heap_bytes)
 
     def trim(self) -> None:
         self.num_trims += 1
@@ -241,6 +245,50 @@ def test_the_heap_keeps_a_share_however_much_room_there_is(process: Process) -> 
     assert min(limits) >= RAM - most - FIRST_SLACK_BYTES
     assert process.num_trims == 8, "each time when an eighth of ram was kept"
     assert process.spilled == []
+
+
+def test_free_memory_is_seen_beside_what_the_heap_had_before(process: Process) -> None:
+    """The user loaded data before zeepo was imported."""
+    process.older_heap_bytes = 2000 * MiB
+    process.torch_bytes = 200 * MiB
+    process.look()
+    process.torch_bytes += 200 * MiB
+    process.look()
+    process.torch_bytes += 200 * MiB
+    process.free_heap_bytes = 200 * MiB
+    process.look()
+    assert process.num_trims == 1
+
+
+def test_free_memory_is_seen_after_memory_of_another_kind_went(process: Process) -> None:
+    """A copy that was there when free memory was given back is not there for good."""
+    process.torch_bytes = 200 * MiB
+    process.look()
+    process.torch_bytes += 300 * MiB
+    process.mapped_bytes = 300 * MiB
+    process.free_heap_bytes = 140 * MiB
+    process.look()
+    assert process.num_trims == 1
+    process.torch_bytes -= 300 * MiB
+    process.mapped_bytes = 0
+    for _ in range(2):  # it went, and what torch takes next is seen
+        process.torch_bytes += 50 * MiB
+        process.look()
+    process.torch_bytes += 140 * MiB
+    process.free_heap_bytes = 140 * MiB
+    process.look()
+    assert process.num_trims == 2
+
+
+def test_the_heap_keeps_less_when_the_system_has_less(process: Process) -> None:
+    process.torch_bytes = 100 * MiB
+    process.look()
+    process.spare_bytes = 200 * MiB
+    process.torch_bytes += 60 * MiB
+    process.free_heap_bytes = 50 * MiB
+    process.look()
+    assert process.num_trims == 1
+    assert process.budget.allowed_bytes < RAM // 2
 
 
 def test_the_heap_is_asked_only_when_torch_has_taken_more(

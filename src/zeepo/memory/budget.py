@@ -12,8 +12,8 @@ more in a virtual machine whose host takes back what its guest does not use.
 When the system itself runs short (its free memory, the limit of our cgroup), the budget is what it
 can still give, and the same happens.
 
-Of what the heap keeps after torch has freed it, not more than a share of `ram`: torch takes blocks
-of other sizes next, and what fits into none of the free ones comes on top of them.
+When torch takes more although the heap keeps more than a share of the budget, that is given back:
+torch takes blocks of other sizes then, which fit into none of the free ones and come on top.
 
 When memory is short, free heap memory is given back first, then chunks leave (the store's work),
 then saved activations are sent down. When all that does not help the process is over its budget,
@@ -47,8 +47,8 @@ LEFT_TO_TORCH_SHARE = 1 / 4
 WORTH_LEAVING_BYTES = 2 * MiB
 """...and the least: to clear less than a huge page is soon done."""
 KEPT_SHARE = 1 / 8
-"""Of `ram`, the most that the heap may keep of what was freed: it is found in pieces, not in the
-sizes that torch takes next, and all of it is missing where chunks should be."""
+"""Of what is allowed, the most that the heap may keep of what was freed when torch takes more: it
+is found in pieces, not in the sizes that torch takes, and is missing where chunks should be."""
 RISES_KEPT = 8
 """Steps that a rise is remembered for: not every batch is the largest."""
 STEPS_TO_GO_BY = 2
@@ -97,7 +97,8 @@ class RamBudget:
         self._least_bytes = 0
         """The least that torch had since the heap was last asked what it keeps."""
         self._unused_bytes = 0
-        """What nobody was seen to use when free heap memory was last given back: torch's code."""
+        """What nobody was seen to use when free heap memory was last given back, or less since:
+        torch's code, and below zero what the heap had before the process was seen to grow."""
         self._expected_bytes = 0
         self._recent_limits: deque[int] = deque(maxlen=SLOW_TO_RISE)
         """Of the ledger without its guests."""
@@ -159,7 +160,7 @@ class RamBudget:
         return self._find_kept_bytes() > self._may_be_kept_bytes()
 
     def _may_be_kept_bytes(self) -> int:
-        return max(WORTH_TRIMMING_BYTES, int(KEPT_SHARE * self.ram_bytes))
+        return max(WORTH_TRIMMING_BYTES, int(KEPT_SHARE * self.allowed_bytes))
 
     def _note_taken(self, nbytes: int) -> None:
         if self._taken_by_step:
@@ -294,7 +295,7 @@ class RamBudget:
     def _relieve(self, unmanaged: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move.
 
-        What torch had at once in the last steps it will take again; not more than a share of it.
+        What torch had at once in the last steps it will take again: a share is kept for it.
         """
         taken = unmanaged + self._ledger.guest_bytes
         takes_more = taken > max(self._taken_by_step, default=0)
@@ -317,7 +318,9 @@ class RamBudget:
     def _find_kept_bytes(self) -> int:
         """What the heap seems to have kept that was freed since it was last given back."""
         heap = heap_use()
-        return min(self._find_unused_bytes(heap) - self._unused_bytes, heap.free_bytes)
+        unused_bytes = self._find_unused_bytes(heap)
+        self._unused_bytes = min(self._unused_bytes, unused_bytes)
+        return min(unused_bytes - self._unused_bytes, heap.free_bytes)
 
     def _find_unused_bytes(self, heap: HeapUse) -> int:
         """The growth that is neither the pool's nor handed out by the heap."""
