@@ -126,6 +126,12 @@ class Chunk:
             reservation.release()
             self._count_memory()
 
+    def hand_over_own(self, index: int) -> Reservation:
+        """A slot's own memory is somebody else's, with its place in the ledger."""
+        reservation = self._own_memory.pop(index)
+        self._count_memory()
+        return reservation
+
     @property
     def buffer(self) -> Buffer | None:
         """The pool's memory for all slots that have none of their own."""

@@ -15,6 +15,7 @@ from zeepo.chunks.eviction import choose_victims
 from zeepo.chunks.layout import align_up
 from zeepo.chunks.moves import PAGE_BYTES, Moves
 from zeepo.chunks.residents import LARGE_SHARE
+from zeepo.memory.spares import SPARE_TAG
 
 SPOKEN_FOR_SHARE = 0.25
 """Of the budget, the most that reading ahead leaves to small gradients which come and go."""
@@ -41,6 +42,7 @@ class Foresight:
             held = [c for c in in_ram.values() if c.leases or c.is_short_lived]
             coming = [c for c in chunks if c.key not in in_ram and not c.is_short_lived]
             needed = sum(c.resident_bytes for c in held) + sum(c.layout.nbytes for c in coming)
+            needed += self._moves.spares.nbytes
             worth_naming = LARGE_SHARE / 2 * limit  # the limit may be lower at another moment
             leased = (c.key for c in (*held, *coming) if c.layout.nbytes > worth_naming)
             self._moves.residents.note_lease(frozenset(leased), needed, limit)
@@ -117,8 +119,10 @@ class Foresight:
         self._versions = {chunk.key: chunk.version for chunk in chunks}
 
     def _others_bytes(self) -> int:
-        """What of the ledger is neither chunks nor free for them: a tier's own buffers, copies."""
+        """What of the ledger is neither chunks nor free for them: a tier's own buffers, copies.
+        What is kept for gradients counts by moments, now as theirs and now as nobody's."""
         held = sum(chunk.resident_bytes for chunk in self._moves.in_ram.values())
+        held += self._moves.spares.nbytes
         return self._moves.ledger.used_bytes - self._moves.pool.idle_bytes - held
 
     def note_short_lived(self, chunk: Chunk) -> None:
@@ -127,10 +131,10 @@ class Foresight:
             self._short_lived_bytes = max(self._short_lived_bytes, self._held_for_short())
 
     def _held_for_short(self) -> int:
-        """Without guests, whose room is not the chunks'."""
+        """Without guests, whose room is not the chunks', and what is in memory that was kept."""
         short_lived = (c for c in self._moves.in_ram.values() if c.is_short_lived)
         held = (r for c in short_lived for r in c.own_memory.values() if not r.is_guest)
-        return sum(reservation.nbytes for reservation in held)
+        return sum(r.nbytes for r in held if r.tag != SPARE_TAG)
 
     def _spoken_for_bytes(self) -> int:
         """Room that reading ahead leaves to what torch is about to make: it would have to go."""

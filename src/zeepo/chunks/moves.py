@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from torch import UntypedStorage
+
 from zeepo.chunks.accounts import (
     StoreCounters,
     can_be_made_stale,
@@ -67,8 +69,11 @@ class Moves:
         self.must_have_room = False
         """While closing, values come before the budget: what no eviction frees is granted."""
 
-    def take_in(self, chunk: Chunk, nbytes: int) -> Reservation:
+    def take_in(self, chunk: Chunk, storage: UntypedStorage) -> Reservation:
         """Memory that torch has taken is the ledger's now; for a while only if it goes soon."""
+        nbytes = storage.nbytes()
+        if (spare := self.spares.arrived(storage)) is not None:
+            return spare
         if self.budget is not None:
             if chunk.is_short_lived and nbytes >= WORTH_LEAVING_BYTES:
                 return self.budget.admit(chunk.kind.value, nbytes)
@@ -77,20 +82,24 @@ class Moves:
         return self.ledger.reserve(chunk.kind.value, nbytes)
 
     def keep_spare(self, chunk: Chunk, index: int) -> None:
-        """A slot is about to be emptied: in backward the memory of a large guest, whose room is
-        torch's, is left to the next of its size. Only torch's own: an array of the user's may have
-        become a gradient."""
-        storage, guest = chunk.storages[index], chunk.own_memory.get(index)
-        if storage is None or guest is None or not guest.is_guest or chunk.raw_holds:
+        """A slot is about to be emptied: in backward the memory of a large gradient is left to the
+        next of its size. Only torch's own: an array of the user's may have become a gradient."""
+        storage = chunk.storages[index]
+        if storage is None or not chunk.is_short_lived or index not in chunk.own_memory:
             return
-        if self.must_have_room:  # closing: nothing is kept any more
+        if chunk.raw_holds or self.must_have_room:  # closing: nothing is kept any more
             return
-        if storage.nbytes() > WORTH_KEEPING_BYTES and is_ordinary(storage) and is_in_backward():
-            memory = new_storage(0)
-            swap_memory(storage, memory)
-            self.spares.keep(memory)
-            if self.budget is not None:
-                self.budget.note_kept(memory.nbytes())
+        nbytes = storage.nbytes()
+        if nbytes <= WORTH_KEEPING_BYTES or not is_ordinary(storage) or not is_in_backward():
+            return
+        if self.budget is not None and self.spares.nbytes + nbytes > self.budget.most_spare_bytes:
+            return
+        memory = new_storage(0)
+        swap_memory(storage, memory)
+        reservation = chunk.hand_over_own(index)
+        if self.budget is not None:
+            self.budget.keep_room_of([reservation])
+        self.spares.keep(memory, reservation)
 
     # -- moving down ------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class ChunkStore:
                     self.moves.settle(chunk)
                     chunk.move_into_buffer(index, storage)
                 else:
-                    chunk.keep_own(index, self.moves.take_in(chunk, slot.nbytes))
+                    chunk.keep_own(index, self.moves.take_in(chunk, storage))
                 chunk.storages[index] = storage
                 chunk.is_resident = True
                 chunk.version += 1
@@ -274,8 +274,6 @@ class ChunkStore:
         with self.lock:
             self.look_at_budget()
             if self.budget is not None and not self._is_closing:
-                if self.moves.spares.let_go(nbytes - self.budget.left_to_torch_bytes):
-                    self.look_at_budget()
                 self.budget.expect(nbytes)
                 with self.budget.all_offered(), contextlib.suppress(BudgetError):
                     self.moves.make_ledger_room(nbytes)
@@ -361,6 +359,7 @@ class ChunkStore:
         raw address stays where it is.
         """
         with self.lock:
+            self.moves.spares.forget_lent()
             self.moves.spares.let_go()
             self.look_at_budget()
             self.ledger.limit_bytes = self.most_bytes

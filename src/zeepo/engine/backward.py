@@ -27,7 +27,7 @@ from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import storage_of
 from zeepo.engine.saved import Handle, Weight
 from zeepo.engine.turns import Turns
-from zeepo.engine.warm_gradients import NODES, WarmProducts, can_begin
+from zeepo.engine.warm_gradients import WarmGradient, can_begin, is_known
 from zeepo.errors import SessionError
 from zeepo.sabotage import sabotaged
 
@@ -88,7 +88,7 @@ class NodeLeases:
             coming_bytes = large_gradient_bytes(node)
             if saved or coming_bytes:
                 lease = self.attach(node, saved, coming_bytes)
-                lease.product_bytes = product_bytes(node) if coming_bytes else 0
+                lease.known_bytes = known_gradient_bytes(node) if coming_bytes else 0
 
     def before_function(self, chunks: Sequence[Chunk]) -> None:
         """A function outside backward, or recomputed inside it, is about to use chunks."""
@@ -112,23 +112,27 @@ class NodeLeases:
     def _warm_up(self, lease: _NodeLease) -> bool:
         """Whether what the node is about to make has memory already; the rest of it is expected."""
         spares = self._store.moves.spares
-        if not spares.has(lease.product_bytes) or not can_begin():
+        if not spares.has(lease.known_bytes) or not can_begin():
             return False
-        rest_bytes = lease.coming_bytes - lease.product_bytes
+        rest_bytes = lease.coming_bytes - lease.known_bytes
         if rest_bytes >= WORTH_EXPECTING_BYTES:
             self._store.expect(rest_bytes)
-            if not spares.has(lease.product_bytes):
+            if not spares.has(lease.known_bytes):
                 return False
-        lease.warm = WarmProducts(lease.product_bytes, self._take_spare)
+        lease.warm = WarmGradient(lease.known_bytes, self)
         lease.warm.begin()
         return True
 
-    def _take_spare(self, nbytes: int) -> UntypedStorage | None:
-        """Memory for a product, unless it had to go since the node began."""
+    def take(self, nbytes: int) -> UntypedStorage | None:
+        """Memory for a gradient, unless it had to go since the node began."""
         memory = self._store.moves.spares.take(nbytes)
         if memory is None:
             self._store.expect(nbytes)
         return memory
+
+    def expect(self, nbytes: int) -> None:
+        """A gradient takes other memory after all."""
+        self._store.expect(nbytes)
 
     def leave(self, lease: _NodeLease, grads: Any) -> None:
         lease.cool_down()
@@ -164,9 +168,9 @@ class _NodeLease:
         self.chunks = chunks
         self.coming_bytes = coming_bytes
         """The size of the gradients the node will make of parameters, where that is much."""
-        self.product_bytes = 0
-        """The size of the gradient that it makes by a matrix product, if it does."""
-        self.warm: WarmProducts | None = None
+        self.known_bytes = 0
+        """Of them, the size of the one that can be made in memory that is there."""
+        self.warm: WarmGradient | None = None
         """While such a gradient is made in memory that was there."""
         self.first_node = 0
 
@@ -217,9 +221,9 @@ def large_gradient_bytes(node: Any) -> int:
     return nbytes if nbytes >= WORTH_EXPECTING_BYTES else 0
 
 
-def product_bytes(node: Any) -> int:
-    """The size of the largest gradient that a node makes for a parameter by a matrix product."""
-    return max(_gradients_of(node), default=0) if node.name() in NODES else 0
+def known_gradient_bytes(node: Any) -> int:
+    """The size of the largest gradient of a parameter that a node makes in a way that is known."""
+    return max(_gradients_of(node), default=0) if is_known(node) else 0
 
 
 def _gradients_of(node: Any) -> list[int]:

@@ -122,6 +122,12 @@ class RamBudget:
         return min(self.ram_bytes, self.ram_bytes if (s := self._system_bytes) is None else s)
 
     @property
+    def most_spare_bytes(self) -> int:
+        """Of the ledger, what may be kept for gradients to come: as much as would be left to torch
+        for them."""
+        return int(LEFT_TO_TORCH_SHARE * self.ram_bytes)
+
+    @property
     def left_to_torch_bytes(self) -> int:
         """What torch had at once in the last steps beyond what it has now."""
         taken = self._last_bytes + self._ledger.guest_bytes
@@ -219,12 +225,8 @@ class RamBudget:
         self._last_bytes -= nbytes
         return self._ledger.admit(tag, nbytes)
 
-    def note_kept(self, nbytes: int) -> None:
-        """A guest goes and its memory stays, as torch's."""
-        self._last_bytes += nbytes
-
     def keep_room_of(self, guests: Iterable[Reservation]) -> None:
-        """They are about to go because room is needed: theirs is not torch's."""
+        """Their room is not torch's: they go because it is needed, or their memory is kept."""
         if nbytes := sum(guest.stay() for guest in guests):
             self._raise_limits(nbytes)
 
@@ -299,9 +301,11 @@ class RamBudget:
         """
         taken = unmanaged + self._ledger.guest_bytes
         takes_more = taken > max(self._taken_by_step, default=0)
-        is_wanted = takes_more or self._missing(unmanaged) > 0
-        if is_wanted and self.let_spares_go is not None and self.let_spares_go():
+        is_missing = self._missing(unmanaged) > 0
+        if is_missing and self.let_spares_go is not None and self.let_spares_go():
             unmanaged = self._read()
+            is_missing = self._missing(unmanaged) > 0
+        is_wanted = takes_more or is_missing
         kept = self._find_kept_bytes()
         if kept >= (WORTH_TRIMMING_BYTES if is_wanted else self._may_be_kept_bytes()):
             unmanaged = self._trim()

@@ -1,53 +1,79 @@
 """Memory of gradients that went, kept for those that come next.
 
-With `update="backward"` a layer's gradients go before the next layer's come. The C library gives
-memory of this size back to the system at once, which has to clear it again page by page: of a GPT
-with 1.4 billion parameters that was 4 % of a step. So it is kept here meanwhile, in the room that
-is left to torch anyway (`budget`), and goes as soon as anybody needs that room.
+With `update="backward"` a gradient goes before the next comes, and the C library gives memory of
+this size back to the system at once, which has to clear it again page by page: of a GPT with 1.4
+billion parameters that was 4 % of a step. So it is kept, from step to step, as part of the ledger,
+where it takes the place that would otherwise be left to torch for the same gradients (`budget`). It
+goes when nothing else can make room.
 """
 
 from __future__ import annotations
 
 from torch import UntypedStorage
 
+from zeepo.memory.ledger import Reservation
+
 WORTH_KEEPING_BYTES = 32 << 20
 """Above this the C library always asks the system for memory, and gives it back when it is free."""
+SPARE_TAG = "gradient memory"
 
 
 class Spares:
-    """Memory that nobody uses, by size."""
+    """Memory that nobody uses, by size, with its place in the ledger."""
 
     def __init__(self) -> None:
-        self._by_size: dict[int, list[UntypedStorage]] = {}
+        self._by_size: dict[int, list[tuple[UntypedStorage, Reservation]]] = {}
+        self._lent: dict[int, Reservation] = {}
+        """By address, what gradients are being made in."""
         self.nbytes = 0
         self.num_reuses = 0
 
     def has(self, nbytes: int) -> bool:
         return nbytes in self._by_size
 
-    def keep(self, memory: UntypedStorage) -> None:
+    def keep(self, memory: UntypedStorage, reservation: Reservation) -> None:
         nbytes = memory.nbytes()
-        self._by_size.setdefault(nbytes, []).append(memory)
+        reservation.retag(SPARE_TAG)
+        self._by_size.setdefault(nbytes, []).append((memory, reservation))
         self.nbytes += nbytes
 
     def take(self, nbytes: int) -> UntypedStorage | None:
-        """Memory of exactly that size, if there is some."""
+        """Memory of exactly that size, if there is some, to make a gradient in."""
         if not self.has(nbytes):
             return None
         self.num_reuses += 1
-        return self._pop(nbytes)
+        memory, reservation = self._pop(nbytes)
+        self._lent[memory.data_ptr()] = reservation
+        return memory
+
+    def arrived(self, memory: UntypedStorage) -> Reservation | None:
+        """A gradient was made; its place in the ledger, if it is in memory of ours."""
+        reservation = self._lent.get(memory.data_ptr())
+        if reservation is None or reservation.nbytes != memory.nbytes():
+            return None
+        return self._lent.pop(memory.data_ptr())
+
+    def forget_lent(self) -> None:
+        """What no gradient arrived in (its backward failed, or it was added to another) is
+        torch's."""
+        for reservation in self._lent.values():
+            reservation.release()
+        self._lent.clear()
 
     def let_go(self, nbytes: int | None = None) -> int:
         """Give `nbytes` or more back to the system (default all), the largest first; how many."""
         freed_bytes = 0
         while self._by_size and (nbytes is None or freed_bytes < nbytes):
-            freed_bytes += self._pop(max(self._by_size)).nbytes()
+            memory, reservation = self._pop(max(self._by_size))
+            freed_bytes += memory.nbytes()
+            del memory  # before others may have its room
+            reservation.release()
         return freed_bytes
 
-    def _pop(self, nbytes: int) -> UntypedStorage:
+    def _pop(self, nbytes: int) -> tuple[UntypedStorage, Reservation]:
         alike = self._by_size[nbytes]
-        memory = alike.pop()
+        found = alike.pop()
         if not alike:
             del self._by_size[nbytes]
         self.nbytes -= nbytes
-        return memory
+        return found
