@@ -9,7 +9,7 @@ number, and embedding, head and loss. Each step is held against the mean of the 
 around it, and the figure is the median over steps; exposed time is what a step takes beyond its
 largest part alone, as in practicality.py. With --peers plain PyTorch, FSDP2 and DeepSpeed try
 to take two steps, each in a memory cgroup: once with as much as zeepo's `ram`, once with all the
-memory there is.
+memory there is; without it what became of them before stays in the result, with its date.
 """
 
 from __future__ import annotations
@@ -219,11 +219,24 @@ def main() -> None:
         if args.only_peers:
             report = json.loads(path.read_text())
         else:
+            if path.exists() and not args.peers:
+                report |= kept_tries(json.loads(path.read_text()), report)
             _measure(report, config, disk, args.steps)
             reporting.write(report, path)
         if args.peers or args.only_peers:
             try_peers(model, disk, report, path)
     _show(report, path)
+
+
+def kept_tries(kept: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
+    """What became of the peers before, each with its date, if it was the same they tried."""
+    if any(kept[key] != report[key] for key in ("model", "ram")):
+        return {}
+    return {
+        key: {label: {"date": kept["date"], **facts} for label, facts in kept[key].items()}
+        for key in (SAME, ALL)
+        if key in kept
+    }
 
 
 def _measure(report: dict[str, Any], config: GPTConfig, disk: str, num_steps: int) -> None:
