@@ -215,10 +215,10 @@ def test_an_array_that_became_a_gradient_stays_the_users(run: Any) -> None:
     assert all(float(array.sum()) == total for array, total in given)
 
 
-def test_what_else_a_node_makes_is_announced(
+def test_a_node_that_makes_two_large_gradients_announces_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two large parameters in one product: one gradient has memory, the other will take some."""
+    """Two large parameters in one product: which of its products is whose is not known."""
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Module() for _ in range(3))
     for pair in model:
@@ -243,9 +243,9 @@ def test_what_else_a_node_makes_is_announced(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert session._manager.store.moves.spares.num_reuses
+        assert not session._manager.store.moves.spares.num_reuses
     side = WIDTH * WIDTH * 4
-    assert [n for n in expected if n <= 2 * side] == [side] * 3  # updates take more
+    assert [n for n in expected if n <= 2 * side] == [2 * side] * 3  # updates take more
 
 
 class KeptMemory:
@@ -263,6 +263,9 @@ class KeptMemory:
 
     def expect(self, nbytes: int) -> None:
         self.expected.append(nbytes)
+
+    def is_managed(self, tensor: Tensor) -> bool:
+        return False
 
 
 def test_what_is_on_top_stays_there() -> None:
@@ -385,3 +388,47 @@ def test_what_is_kept_is_a_share_of_ram(
 ) -> None:
     monkeypatch.setattr("zeepo.memory.budget.LEFT_TO_TORCH_SHARE", 1 / 1000)
     assert run(Layers(USES["linear"])).num_reuses == 0
+
+
+def test_the_input_has_as_many_bytes_as_the_weight(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product that makes the gradient of the input takes no memory that is kept for weights."""
+    lost: list[int] = []
+    forget_lent = Spares.forget_lent
+
+    def noting(self: Spares) -> None:
+        lost.append(self.lent_bytes)
+        forget_lent(self)
+
+    monkeypatch.setattr(Spares, "forget_lent", noting)
+
+    class Square(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.repeat(WIDTH, 1)[:WIDTH])
+
+    assert run(Square(USES["linear"])).num_reuses >= NUM_LAYERS
+    assert set(lost) == {0}
+
+
+def test_nothing_is_kept_that_nobody_can_use(tmp_path: Path) -> None:
+    """The products of autocast are bf16, and the gradients made of them new."""
+    model = Layers(USES["linear"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward") as session:
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(2, WIDTH))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        spares = session._manager.store.moves.spares
+        assert (spares.num_reuses, spares.nbytes) == (0, 0)
+
+
+def test_nothing_is_kept_without_a_disk() -> None:
+    model = Layers(USES["linear"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with zeepo.init(model, optimizer, ram="400MiB", update="backward") as session:
+        train(model, 3, optimizer)
+        assert session._manager.store.moves.spares.nbytes == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import UntypedStorage
 
 from zeepo.memory.ledger import Ledger
-from zeepo.memory.spares import SPARE_TAG, Spares
+from zeepo.memory.spares import SPARE_TAG, TRY_AGAIN, Spares
 
 
 def kept(*sizes: int) -> tuple[Spares, Ledger]:
@@ -57,3 +57,31 @@ def test_what_no_gradient_arrived_in_is_not_counted_for_ever() -> None:
     assert ledger.used_bytes == 200
     assert memory is not None
     assert spares.arrived(memory) is None
+
+
+def test_what_nobody_took_in_a_backward_goes_at_its_end() -> None:
+    spares, ledger = kept(100, 200, 200)
+    spares.begin_backward()
+    memory = spares.take(200)
+    assert memory is not None
+    reservation = spares.arrived(memory)
+    assert reservation is not None
+    spares.keep(memory, reservation)
+    spares.keep(UntypedStorage(100), ledger.reserve("grads", 100))  # it cannot be made in that
+    spares.end_backward()
+    assert (spares.nbytes, ledger.used_bytes) == (200, 200)  # one of them was enough
+    assert spares.is_wanted(200)
+    assert not spares.is_wanted(100)
+    for _ in range(TRY_AGAIN):
+        spares.begin_backward()
+        spares.end_backward()
+    assert spares.is_wanted(100)
+
+
+def test_memory_at_an_address_that_was_lent_before_is_counted_once() -> None:
+    spares, ledger = kept(100)
+    memory = spares.take(100)
+    assert memory is not None
+    spares.keep(memory, ledger.reserve("grads", 100))  # another, where the first died
+    assert spares.take(100) is not None
+    assert (spares.lent_bytes, ledger.used_bytes) == (100, 100)

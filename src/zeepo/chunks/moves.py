@@ -72,7 +72,7 @@ class Moves:
     def take_in(self, chunk: Chunk, storage: UntypedStorage) -> Reservation:
         """Memory that torch has taken is the ledger's now; for a while only if it goes soon."""
         nbytes = storage.nbytes()
-        if (spare := self.spares.arrived(storage)) is not None:
+        if chunk.kind is Kind.GRAD and (spare := self.spares.arrived(storage)) is not None:
             return spare
         if self.budget is not None:
             if chunk.is_short_lived and nbytes >= WORTH_LEAVING_BYTES:
@@ -87,18 +87,20 @@ class Moves:
         storage = chunk.storages[index]
         if storage is None or not chunk.is_short_lived or index not in chunk.own_memory:
             return
-        if chunk.raw_holds or self.must_have_room:  # closing: nothing is kept any more
+        if (
+            chunk.raw_holds or self.budget is None or self.must_have_room
+        ):  # closing: nothing is kept
             return
         nbytes = storage.nbytes()
         if nbytes <= WORTH_KEEPING_BYTES or not is_ordinary(storage) or not is_in_backward():
             return
-        if self.budget is not None and self.spares.nbytes + nbytes > self.budget.most_spare_bytes:
+        kept_bytes = self.spares.nbytes + self.spares.lent_bytes + nbytes
+        if kept_bytes > self.budget.most_spare_bytes or not self.spares.is_wanted(nbytes):
             return
         memory = new_storage(0)
         swap_memory(storage, memory)
         reservation = chunk.hand_over_own(index)
-        if self.budget is not None:
-            self.budget.keep_room_of([reservation])
+        self.budget.keep_room_of([reservation])
         self.spares.keep(memory, reservation)
 
     # -- moving down ------------------------------------------------------------------------------
@@ -163,6 +165,7 @@ class Moves:
             return False
         if self.spares.let_go():
             self.budget.look()
+            return True
         if self.budget.lend(self.missing_bytes(nbytes)):
             return True
         if self.budget.spill is None:

@@ -134,6 +134,9 @@ class NodeLeases:
         """A gradient takes other memory after all."""
         self._store.expect(nbytes)
 
+    def is_managed(self, tensor: Tensor) -> bool:
+        return address(storage_of(tensor)) in self._by_storage
+
     def leave(self, lease: _NodeLease, grads: Any) -> None:
         lease.cool_down()
         if torch.is_grad_enabled():  # create_graph: backward itself made nodes that save weights
@@ -222,8 +225,9 @@ def large_gradient_bytes(node: Any) -> int:
 
 
 def known_gradient_bytes(node: Any) -> int:
-    """The size of the largest gradient of a parameter that a node makes in a way that is known."""
-    return max(_gradients_of(node), default=0) if is_known(node) else 0
+    """The size of the one large gradient of a parameter that a node makes in a known way."""
+    large = [nbytes for nbytes in _gradients_of(node) if nbytes >= WORTH_EXPECTING_BYTES]
+    return large[0] if len(large) == 1 and is_known(node) else 0
 
 
 def _gradients_of(node: Any) -> list[int]:

@@ -115,7 +115,7 @@ class BackwardUpdates:
                 "use update='step'."
             )
         self._refuse_uncleared("backward()")
-        self._manager.store.moves.spares.forget_lent()  # of a backward that failed
+        self._manager.store.moves.spares.begin_backward()
         self._seen.clear()
         if self._is_accumulating:
             for chunk in self._manager.grad_chunks.values():
@@ -163,7 +163,7 @@ class BackwardUpdates:
             changed.before_use = partial(_refuse_use, changed)
 
     def _end(self, _: Sequence[Tensor]) -> None:
-        self._manager.store.moves.spares.forget_lent()
+        self._manager.store.moves.spares.end_backward()
         if self._is_accumulating:
             return
         self._expected = Counter(self._seen)

@@ -36,6 +36,9 @@ class Memory(Protocol):
     def expect(self, nbytes: int) -> None:
         """Torch will take so much all the same."""
 
+    def is_managed(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter, or a view of one."""
+
 
 def is_known(node: Any) -> bool:
     """Whether the large gradient that a node makes can be made in memory that is there."""
@@ -77,7 +80,8 @@ class WarmGradient(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyp
         if not types:  # of operands that have ways of their own
             if func is _mm.default:
                 left, right = args
-                out = self._warm((left.shape[0], right.shape[1]), left)
+                if not any(map(self._memory.is_managed, args)):  # with the weight: of the input
+                    out = self._warm((left.shape[0], right.shape[1]), left)
                 if out is not None:
                     return _mm.out(left, right, out=out)
             elif func is _embedding:

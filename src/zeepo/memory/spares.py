@@ -4,7 +4,8 @@ With `update="backward"` a gradient goes before the next comes, and the C librar
 this size back to the system at once, which has to clear it again page by page: of a GPT with 1.4
 billion parameters that was 4 % of a step. So it is kept, from step to step, as part of the ledger,
 where it takes the place that would otherwise be left to torch for the same gradients (`budget`). It
-goes when nothing else can make room.
+goes when chunks alone do not make room, and what nobody took in a whole backward goes at its end:
+not every gradient can be made in memory that is given to it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from zeepo.memory.ledger import Reservation
 WORTH_KEEPING_BYTES = 32 << 20
 """Above this the C library always asks the system for memory, and gives it back when it is free."""
 SPARE_TAG = "gradient memory"
+TRY_AGAIN = 32
+"""A size that was kept in vain is kept again after so many backwards."""
 
 
 class Spares:
@@ -25,8 +28,24 @@ class Spares:
         self._by_size: dict[int, list[tuple[UntypedStorage, Reservation]]] = {}
         self._lent: dict[int, Reservation] = {}
         """By address, what gradients are being made in."""
+        self._least: dict[int, int] = {}
+        """How many of a size there were at least since backward began."""
+        self._taken: set[int] = set()
+        """Sizes that were of use since then."""
+        self._in_vain: dict[int, int] = {}
+        """Sizes that nobody took in a whole backward, and which that was."""
+        self._num_backwards = 0
         self.nbytes = 0
         self.num_reuses = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        return sum(reservation.nbytes for reservation in self._lent.values())
+
+    def is_wanted(self, nbytes: int) -> bool:
+        """Whether memory of a size is worth keeping, by what became of it before."""
+        tried = self._in_vain.get(nbytes)
+        return tried is None or self._num_backwards - tried >= TRY_AGAIN
 
     def has(self, nbytes: int) -> bool:
         return nbytes in self._by_size
@@ -43,6 +62,11 @@ class Spares:
             return None
         self.num_reuses += 1
         memory, reservation = self._pop(nbytes)
+        self._taken.add(nbytes)
+        self._in_vain.pop(nbytes, None)
+        before = self._lent.pop(memory.data_ptr(), None)  # what was there has died since
+        if before is not None:
+            before.release()
         self._lent[memory.data_ptr()] = reservation
         return memory
 
@@ -60,19 +84,41 @@ class Spares:
             reservation.release()
         self._lent.clear()
 
+    def begin_backward(self) -> None:
+        self.forget_lent()
+        self._taken.clear()
+        self._least = {nbytes: len(alike) for nbytes, alike in self._by_size.items()}
+
+    def end_backward(self) -> None:
+        """What was there all the time is not needed."""
+        self.forget_lent()
+        self._num_backwards += 1
+        for nbytes, num_idle in self._least.items():
+            if num_idle and nbytes not in self._taken:
+                self._in_vain[nbytes] = self._num_backwards
+                num_idle = len(self._by_size[nbytes])
+            for _ in range(num_idle):
+                self._give_back(nbytes)
+        self._least = {}
+
     def let_go(self, nbytes: int | None = None) -> int:
         """Give `nbytes` or more back to the system (default all), the largest first; how many."""
         freed_bytes = 0
         while self._by_size and (nbytes is None or freed_bytes < nbytes):
-            memory, reservation = self._pop(max(self._by_size))
-            freed_bytes += memory.nbytes()
-            del memory  # before others may have its room
-            reservation.release()
+            freed_bytes += self._give_back(max(self._by_size))
         return freed_bytes
+
+    def _give_back(self, nbytes: int) -> int:
+        memory, reservation = self._pop(nbytes)
+        del memory  # before others may have its room
+        reservation.release()
+        return nbytes
 
     def _pop(self, nbytes: int) -> tuple[UntypedStorage, Reservation]:
         alike = self._by_size[nbytes]
         found = alike.pop()
+        if nbytes in self._least:
+            self._least[nbytes] = min(self._least[nbytes], len(alike))
         if not alike:
             del self._by_size[nbytes]
         self.nbytes -= nbytes
