@@ -17,6 +17,7 @@ from zeepo.memory.budget import (
 from zeepo.memory.heap import HeapUse
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
+from zeepo.memory.spares import SPARE_TAG
 from zeepo.units import MiB
 
 RAM = 1000 * MiB
@@ -510,3 +511,31 @@ def test_room_left_to_torch_is_what_it_had_and_has_not(process: Process) -> None
     process.torch_bytes = 700 * MiB
     process.look()
     assert process.budget.left_to_torch_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("other_bytes", "is_kept"), [(0, True), (100 * MiB, True), (300 * MiB, False)]
+)
+def test_gradients_memory_is_kept_where_torch_has_less_by_it(
+    process: Process, other_bytes: int, is_kept: bool
+) -> None:
+    """Torch has 200 MiB when a gradient of 150 MiB is made, and so much more at another moment."""
+    let_go: list[int] = []
+
+    def let_spares_go() -> int:
+        let_go.append(150 * MiB)
+        return 150 * MiB
+
+    process.budget.let_spares_go = let_spares_go
+    with process.ledger.reserve(SPARE_TAG, 150 * MiB):
+        for _ in range(4):
+            assert process.budget.most_spare_bytes
+            process.budget.end_step()
+            process.torch_bytes = 200 * MiB
+            process.look()
+            process.budget.note_lent(150 * MiB)
+            process.torch_bytes = 200 * MiB + other_bytes
+            process.look()
+        process.budget.end_step()
+        assert bool(process.budget.most_spare_bytes) is is_kept
+        assert bool(let_go) is not is_kept

@@ -128,6 +128,8 @@ class NodeLeases:
         memory = self._store.moves.spares.take(nbytes)
         if memory is None:
             self._store.expect(nbytes)
+        elif self._store.budget is not None:
+            self._store.budget.note_lent(nbytes)
         return memory
 
     def expect(self, nbytes: int) -> None:

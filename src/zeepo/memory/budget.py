@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from zeepo.memory.heap import HeapUse, give_back_free_memory, heap_use
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
+from zeepo.memory.spares import SPARE_TAG
 from zeepo.units import MiB
 
 FIRST_SLACK_BYTES = 64 * MiB
@@ -46,6 +47,8 @@ LEFT_TO_TORCH_SHARE = 1 / 4
 """Of `ram`, the most that is left to torch because it had it once..."""
 WORTH_LEAVING_BYTES = 2 * MiB
 """...and the least: to clear less than a huge page is soon done."""
+LEAST_SAVED_SHARE = 1 / 3
+"""Of gradients' memory that is kept, the least that torch has less by it: else it is not kept."""
 KEPT_SHARE = 1 / 8
 """Of what is allowed, the most that the heap may keep of what was freed when torch takes more: it
 is found in pieces, not in the sizes that torch takes, and is missing where chunks should be."""
@@ -103,7 +106,12 @@ class RamBudget:
         self._recent_limits: deque[int] = deque(maxlen=SLOW_TO_RISE)
         """Of the ledger without its guests."""
         self._taken_by_step: deque[int] = deque(maxlen=STEPS_REMEMBERED)
-        """The most that torch had, with guests, in each step; empty until the first has ended."""
+        """The most that torch had, with guests, in each step; empty until the first has ended..."""
+        self._lent_by_step: deque[int] = deque(maxlen=STEPS_REMEMBERED)
+        """...and the most that it would have had when a gradient was made in memory that was kept,
+        had that been new."""
+        self._may_keep = True
+        """Whether memory of gradients is kept."""
         self._num_looks = 0
         """In this step."""
         self.ram_bytes = ram_bytes
@@ -125,7 +133,26 @@ class RamBudget:
     def most_spare_bytes(self) -> int:
         """Of the ledger, what may be kept for gradients to come: as much as would be left to torch
         for them."""
-        return int(LEFT_TO_TORCH_SHARE * self.ram_bytes)
+        return int(LEFT_TO_TORCH_SHARE * self.ram_bytes) if self._may_keep else 0
+
+    def note_lent(self, nbytes: int) -> None:
+        """A gradient is about to be made in memory that was kept."""
+        if self._lent_by_step:
+            taken = self._last_bytes + self._ledger.guest_bytes + nbytes
+            self._lent_by_step[-1] = max(self._lent_by_step[-1], taken)
+
+    def _judge_keeping(self) -> None:
+        """Gradients that come when torch has little else need no room of their own: theirs is what
+        is left to torch for another moment (large logits), and kept memory would come on top."""
+        lent = self._lent_by_step
+        if not self._may_keep or len(lent) < STEPS_REMEMBERED or not all(lent):
+            return
+        saved_bytes = max(0, max(lent) - max(self._taken_by_step))
+        kept_bytes = self._ledger.by_tag().get(SPARE_TAG, 0)
+        if saved_bytes < LEAST_SAVED_SHARE * kept_bytes:
+            self._may_keep = False
+            if self.let_spares_go is not None:
+                self.let_spares_go()
 
     @property
     def left_to_torch_bytes(self) -> int:
@@ -174,6 +201,7 @@ class RamBudget:
 
     def _begin_step(self) -> None:
         self._taken_by_step.append(0)
+        self._lent_by_step.append(0)
         self._num_looks = 0
 
     def _set_limit(self) -> None:
@@ -255,6 +283,7 @@ class RamBudget:
         if len(self._recent_rises) < STEPS_TO_GO_BY:
             self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
         self._rise_bytes = 0
+        self._judge_keeping()
         self._begin_step()
 
     def _read(self) -> int:
