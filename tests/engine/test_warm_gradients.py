@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
         plain = copy.deepcopy(model)
         expected = train(plain, num_steps, torch.optim.SGD(plain.parameters(), 0.1))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        options = {"ram": "400MiB", "update": "backward", **options}
+        options = {"ram": "2GiB", "update": "backward", **options}
         with zeepo.init(model, optimizer, disk=tmp_path, **options) as session:
             losses = train(model, num_steps, optimizer)
             spares = session._manager.store.moves.spares
@@ -140,7 +140,7 @@ def test_a_node_that_fails_leaves_no_mode_behind(
 ) -> None:
     model = Layers(USES["linear"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward") as session:
+    with zeepo.init(model, optimizer, ram="2GiB", disk=tmp_path, update="backward") as session:
         train(model, 3, optimizer)
         assert session._manager.store.moves.spares.num_reuses
 
@@ -175,7 +175,7 @@ def test_what_a_failed_backward_kept_goes_with_the_session(tmp_path: Path) -> No
 
     model = Layers(USES["linear"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    session = zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward")
+    session = zeepo.init(model, optimizer, ram="2GiB", disk=tmp_path, update="backward")
     train(model, 2, optimizer)
     spares = session._manager.store.moves.spares
     first, *others = model.layers
@@ -233,7 +233,7 @@ def test_a_node_that_makes_two_large_gradients_announces_both(
         expect(self, nbytes)
 
     monkeypatch.setattr(ChunkStore, "expect", noting)
-    with zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward") as session:
+    with zeepo.init(model, optimizer, ram="2GiB", disk=tmp_path, update="backward") as session:
         for _ in range(3):
             expected.clear()
             x = torch.ones(3, WIDTH)
@@ -373,7 +373,7 @@ def test_head_and_embedding_share_their_memory_from_step_to_step(tmp_path: Path)
     plain, model = Tokens(), Tokens()
     expected = losses(plain, torch.optim.AdamW(plain.parameters(), fused=True))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, update="backward") as session:
+    with zeepo.init(model, optimizer, ram="2GiB", disk=tmp_path, update="backward") as session:
         assert losses(model, optimizer) == expected
         spares = session._manager.store.moves.spares
         assert spares.num_reuses == 7  # all but the first
@@ -415,7 +415,7 @@ def test_nothing_is_kept_that_nobody_can_use(tmp_path: Path) -> None:
     """The products of autocast are bf16, and the gradients made of them new."""
     model = Layers(USES["linear"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path, update="backward") as session:
+    with zeepo.init(model, optimizer, ram="2GiB", disk=tmp_path, update="backward") as session:
         for _ in range(4):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(torch.ones(2, WIDTH))
@@ -429,6 +429,6 @@ def test_nothing_is_kept_that_nobody_can_use(tmp_path: Path) -> None:
 def test_nothing_is_kept_without_a_disk() -> None:
     model = Layers(USES["linear"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with zeepo.init(model, optimizer, ram="400MiB", update="backward") as session:
+    with zeepo.init(model, optimizer, ram="2GiB", update="backward") as session:
         train(model, 3, optimizer)
         assert session._manager.store.moves.spares.nbytes == 0
