@@ -7,9 +7,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeepo.chunks.residents import USUAL_ON_THEIR_WAY, Movable, Residents, choose
+from zeepo.chunks.choosing import Link, Movable, choose
+from zeepo.chunks.residents import USUAL_ON_THEIR_WAY, Residents
 
 NONE: frozenset[int] = frozenset()
+UNKNOWN = Link(0.0, 0)
 
 
 def chunks(count: int, nbytes: int = 10, num_transfers: int = 3) -> list[Movable]:
@@ -104,21 +106,21 @@ def test_chunks_that_are_gone_are_no_longer_in_the_set() -> None:
 def test_more_transfers_come_first_and_are_spread_over_the_step() -> None:
     parameters = [Movable(key, 10, (key, 120 - key, 120 - key)) for key in range(60)]
     states = [Movable(key, 10, (120 - key % 60,) * 2) for key in range(60, 180)]
-    chosen = sorted(choose(states + parameters, {NONE: 200}, 100))
+    chosen = sorted(choose(states + parameters, {NONE: 200}, 100, UNKNOWN))
     assert len(chosen) == 20
     assert max(chosen) < 60
     gaps = [b - a for a, b in pairwise(chosen)]
     assert max(gaps) <= 6
-    assert len(choose(states + parameters, {NONE: 700}, 100) & set(range(60))) >= 55
+    assert len(choose(states + parameters, {NONE: 700}, 100, UNKNOWN) & set(range(60))) >= 55
 
 
 def test_a_burst_is_levelled_first() -> None:
     """What moves within a moment is what training waits for, though others move more often."""
     layers = [Movable(key, 10, (key, 120 - key, 120 - key)) for key in range(60)]
     embedding = [Movable(key, 10, (121.0, 121.0)) for key in range(60, 100)]
-    chosen = choose(layers + embedding, {NONE: 300}, 100)
+    chosen = choose(layers + embedding, {NONE: 300}, 100, UNKNOWN)
     assert len(chosen & set(range(60, 100))) >= 29
-    left = choose(layers + embedding, {NONE: 600}, 100)
+    left = choose(layers + embedding, {NONE: 600}, 100, UNKNOWN)
     assert 30 < len(left & set(range(60, 100))) < 40  # the rest is as level as the layers
     assert len(left) == 60
 
@@ -127,12 +129,12 @@ def test_many_chunks_in_one_moment_are_chosen_from_at_once() -> None:
     """A step with one long pause has all its transfers in two slices; looking at each of them again
     after every choice would take minutes."""
     known = [Movable(key, 10, (key / 20_000, 300.0 + key / 20_000)) for key in range(20_000)]
-    assert len(choose(known, {NONE: 100_000}, 100)) == 10_000
+    assert len(choose(known, {NONE: 100_000}, 100, UNKNOWN)) == 10_000
 
 
 def test_without_times_more_transfers_come_first() -> None:
     known = [Movable(key, 10, (0.0,) * (1 + key % 3)) for key in range(90)]
-    assert {key % 3 for key in choose(known, {NONE: 300}, 100)} == {2}
+    assert {key % 3 for key in choose(known, {NONE: 300}, 100, UNKNOWN)} == {2}
 
 
 def test_two_optimizers_that_step_in_turns_share_one_set() -> None:
@@ -158,7 +160,7 @@ def test_a_few_large_chunks_among_many_small_ones_can_be_read_ahead() -> None:
 )
 def test_never_more_than_the_room(sizes: list[tuple[int, int]], room: int, largest: int) -> None:
     known = [Movable(key, nbytes, (key,) * count) for key, (nbytes, count) in enumerate(sizes)]
-    chosen = choose(known, {NONE: room}, largest)
+    chosen = choose(known, {NONE: room}, largest, UNKNOWN)
     kept = [chunk for chunk in known if chunk.key in chosen]
     assert sum(chunk.nbytes for chunk in kept) <= room
     assert all(chunk.nbytes <= largest for chunk in kept)

@@ -6,10 +6,10 @@ import os
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
+from zeepo.chunks.choosing import Movable
 from zeepo.chunks.chunk import Chunk, Kind
 from zeepo.chunks.eviction import Candidate
 from zeepo.chunks.layout import align_up
-from zeepo.chunks.residents import Movable
 from zeepo.chunks.trace import Trace
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.mapping import PAGE_BYTES

@@ -6,7 +6,8 @@ wrong foresight costs time, never a wrong value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from zeepo.chunks import moves as moving
 from zeepo.chunks.accounts import clean_candidates, movable_in_step
@@ -16,9 +17,12 @@ from zeepo.chunks.layout import align_up
 from zeepo.chunks.moves import PAGE_BYTES, Moves
 from zeepo.chunks.residents import LARGE_SHARE
 from zeepo.memory.spares import SPARE_TAG
+from zeepo.memory.tier import Tier
 
 SPOKEN_FOR_SHARE = 0.25
 """Of the budget, the most that reading ahead leaves to small gradients which come and go."""
+SPEED_STEPS = 4
+"""Steps whose transfers tell how fast they are."""
 COPIES_KEPT = 2
 """How many copies of what is split over the ranks are kept, or read ahead, beside those in use."""
 
@@ -30,6 +34,7 @@ class Foresight:
         self._moves = moves
         self._versions: dict[int, int] = {}
         """Of all chunks, at the end of the last step."""
+        self._speed = _Speed()
         self._accesses_to_skip = 0
         """How many accesses need not look what to read next."""
         self._short_lived_bytes = 0
@@ -115,7 +120,8 @@ class Foresight:
         self._accesses_to_skip = 0
         chunks = self._moves.chunks.values()
         movable = movable_in_step(chunks, self._moves.trace, self._versions)
-        self._moves.residents.end_step(movable, self._others_bytes())
+        speed = self._speed.end_step(chunk.home for chunk in chunks if chunk.home is not None)
+        self._moves.residents.end_step(movable, self._others_bytes(), speed)
         self._versions = {chunk.key: chunk.version for chunk in chunks}
 
     def _others_bytes(self) -> int:
@@ -159,3 +165,23 @@ class Foresight:
         for key in victims:
             moves.evict_unless_lent(moves.chunks[key])
         return moves.pool.can_acquire(nbytes)
+
+
+class _Speed:
+    """How fast bytes came and went while any were on their way."""
+
+    def __init__(self) -> None:
+        self._before = (0, 0.0)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=SPEED_STEPS)
+
+    def end_step(self, tiers: Iterable[Tier]) -> float:
+        """Bytes per second in the last steps; 0 where nobody knows."""
+        different = {id(tier): tier for tier in tiers}.values()
+        nbytes = sum(tier.bytes_read + tier.bytes_written for tier in different)
+        seconds = sum(tier.seconds_busy for tier in different)
+        moved = max(0, nbytes - self._before[0]), max(0.0, seconds - self._before[1])
+        self._recent.append(moved)  # a tier that is gone has nothing
+        self._before = nbytes, seconds
+        moved_bytes = sum(each for each, _ in self._recent)
+        busy_seconds = sum(busy for _, busy in self._recent)
+        return moved_bytes / busy_seconds if busy_seconds > 0 else 0.0

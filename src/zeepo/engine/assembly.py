@@ -71,6 +71,7 @@ class PartsTier:
     peak_bytes = 0
     bytes_read = 0
     bytes_written = 0
+    seconds_busy = 0.0
 
     def __init__(self, store: ChunkStore, parts: Sequence[Part], remote: RemoteParts | None = None):
         self._store = store

@@ -206,6 +206,7 @@ class GatherTier:
     peak_bytes = 0
     bytes_read = 0
     bytes_written = 0
+    seconds_busy = 0.0
 
     def __init__(
         self,

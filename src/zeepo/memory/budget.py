@@ -53,13 +53,17 @@ KEPT_SHARE = 1 / 8
 """Of what is allowed, the most that the heap may keep of what was freed when torch takes more: it
 is found in pieces, not in the sizes that torch takes, and is missing where chunks should be."""
 RISES_KEPT = 8
-"""Steps that a rise is remembered for: not every batch is the largest."""
+"""Steps that a rise, and the most that torch had, is remembered for: not every batch is the
+largest."""
 STEPS_TO_GO_BY = 2
 """What was foretold counts until so many steps have shown what is true: the first makes states."""
 LEDGER_SLACK_SHARE = 1 / 8
 """Of `ram`, the most that the ledger leaves free for what torch takes between two looks..."""
 SPILL_SLACK_SHARE = 1 / 4
 """...and the most that saved activations do: they are what such a rise is added to."""
+GROWTH_SHARE = 1 / 8
+"""Of the most that torch had in the last steps, what it may have more in the next: a rise ends
+there, wherever it begins."""
 
 
 class RamBudget:
@@ -91,6 +95,8 @@ class RamBudget:
         """Always the ledger's, however much torch takes: little, so that small sessions go on."""
         self._slack_bytes = min(FIRST_SLACK_BYTES, int(LEDGER_SLACK_SHARE * ram_bytes))
         self._recent_rises: deque[int] = deque(maxlen=RISES_KEPT)
+        self._recent_mosts: deque[int] = deque(maxlen=RISES_KEPT)
+        """The most that torch had, with guests, in each of those steps."""
         self._first_slack_bytes = self._slack_bytes
         """Until there are steps to go by."""
         self._foretold_bytes = 0
@@ -274,11 +280,14 @@ class RamBudget:
         """Torch is foretold to take so much between two looks."""
         self._foretold_bytes = rise_bytes
         self._recent_rises.clear()
+        self._recent_mosts.clear()
         self._slack_bytes = self._first_slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
 
     def end_step(self) -> None:
         """What the last steps showed is what the next is prepared for."""
         self._recent_rises.append(self._rise_bytes)
+        if self._taken_by_step:
+            self._recent_mosts.append(max(self._taken_by_step))
         self._slack_bytes = max(LEAST_SLACK_BYTES, *self._recent_rises)
         if len(self._recent_rises) < STEPS_TO_GO_BY:
             self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
@@ -320,8 +329,23 @@ class RamBudget:
 
     def _limit(self, taken: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
-        left = self.allowed_bytes - max(taken + self._slack(), self._reserve_bytes)
-        return max(self._floor_bytes, left)
+        soon = taken + self._rise_to_come(self._slack(), taken)
+        return max(self._floor_bytes, self.allowed_bytes - max(soon, self._reserve_bytes))
+
+    def _soon_taken(self, unmanaged: int) -> int:
+        """What torch may have at the next look, of which activations can be sent down."""
+        taken = unmanaged + self._ledger.guest_bytes
+        return unmanaged + self._rise_to_come(self._spill_slack(), taken)
+
+    def _rise_to_come(self, slack_bytes: int, taken: int) -> int:
+        """The most that torch takes between two looks was part of the most it had in those steps:
+        where it has nearly as much, so large a rise is over. Once it had more, nothing is known."""
+        if len(self._recent_mosts) < STEPS_TO_GO_BY or self.allowed_bytes < self.ram_bytes:
+            return slack_bytes
+        most = int((1 + GROWTH_SHARE) * max(self._recent_mosts))
+        if max(taken, self._taken_by_step[-1]) > most:
+            return slack_bytes
+        return min(slack_bytes, max(LEAST_SLACK_BYTES, most - taken))
 
     def _relieve(self, unmanaged: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move.
@@ -346,7 +370,7 @@ class RamBudget:
     def _missing(self, unmanaged: int) -> int:
         """What no chunk can make room for."""
         fixed = self._ledger.used_bytes - self._movable_bytes()
-        return unmanaged + fixed + self._spill_slack() - self.allowed_bytes
+        return fixed + self._soon_taken(unmanaged) - self.allowed_bytes
 
     def _find_kept_bytes(self) -> int:
         """What the heap seems to have kept that was freed since it was last given back."""

@@ -111,6 +111,10 @@ class DiskTier:
     def bytes_written(self) -> int:
         return self._bytes_written
 
+    @property
+    def seconds_busy(self) -> float:
+        return self._queue.seconds_busy
+
     def allocate(self, label: str, nbytes: int, describe: Describe | None = None) -> Extent:
         """Room for `nbytes`. Waits for pending frees rather than refuse what they make room for."""
         extent = DiskExtent(label, nbytes, describe)

@@ -70,6 +70,10 @@ class RamTier:
     def bytes_written(self) -> int:
         return self._bytes_written
 
+    @property
+    def seconds_busy(self) -> float:
+        return self._queue.seconds_busy
+
     def allocate(self, label: str, nbytes: int, describe: Describe | None = None) -> Extent:
         buffer = self._pool.acquire(nbytes, self._tag)
         with self._lock:

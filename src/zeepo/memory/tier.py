@@ -61,6 +61,11 @@ class Tier(Protocol):
     @property
     def bytes_written(self) -> int: ...
 
+    @property
+    def seconds_busy(self) -> float:
+        """How long something was on its way."""
+        ...
+
     def allocate(self, label: str, nbytes: int, describe: Describe | None = None) -> Extent:
         """Room for `nbytes`; transfers nothing. Raises when the tier's budget cannot hold it."""
         ...

@@ -13,6 +13,7 @@ The threads call only what they are handed; nothing that is handed to them calls
 import heapq
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -83,6 +84,10 @@ class TransferQueue:
         self._blocked: set[_Request] = set()
         self._next_sequence = 0
         self._is_closed = False
+        self._num_running = 0
+        self._busy_since = 0.0
+        self.seconds_busy = 0.0
+        """How long parts ran, one or more at a time."""
         self._threads = [
             threading.Thread(target=self._run, args=(i,), name=f"zeepo-{name}-{i}", daemon=True)
             for i in range(num_threads)
@@ -204,6 +209,9 @@ class TransferQueue:
                     return
                 _, index, request, part = heapq.heappop(self._ready)
                 is_in_vain = request.error is not None
+                if not self._num_running:
+                    self._busy_since = time.perf_counter()
+                self._num_running += 1
             error: Exception | None = None
             if not is_in_vain:
                 try:
@@ -214,6 +222,9 @@ class TransferQueue:
             with self._changed:
                 if error is not None and index < request.first_failed:
                     request.error, request.first_failed = error, index
+                self._num_running -= 1
+                if not self._num_running:
+                    self.seconds_busy += time.perf_counter() - self._busy_since
                 request.num_parts_left -= 1
                 request.future.num_parts_done += 1
                 if request.num_parts_left == 0:
