@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeepo.chunks.choosing import Link, Movable, choose
+from zeepo.chunks.choosing import Link, Movable, choose, seconds_of_step
 from zeepo.chunks.residents import USUAL_ON_THEIR_WAY, Residents
 
 NONE: frozenset[int] = frozenset()
@@ -130,6 +131,46 @@ def test_many_chunks_in_one_moment_are_chosen_from_at_once() -> None:
     after every choice would take minutes."""
     known = [Movable(key, 10, (key / 20_000, 300.0 + key / 20_000)) for key in range(20_000)]
     assert len(choose(known, {NONE: 100_000}, 100, UNKNOWN)) == 10_000
+
+
+def test_where_the_disk_has_little_time_left_more_transfers_come_first() -> None:
+    """A burst is not worth its bytes when all that moves is waited for anyway."""
+    layers = [Movable(key, 10, (key, 120 - key, 120 - key)) for key in range(60)]
+    embedding = [Movable(key, 10, (121.0, 121.0)) for key in range(60, 100)]
+
+    def chosen_layers(bytes_per_second: float) -> int:
+        link = Link(bytes_per_second, 20)
+        return len(choose(layers + embedding, {NONE: 300}, 100, link) & set(range(60)))
+
+    moved_bytes = sum(chunk.nbytes * len(chunk.moments) for chunk in layers + embedding)
+    assert chosen_layers(0.0) <= 1
+    assert chosen_layers(2 * moved_bytes / 121) <= 15
+    assert chosen_layers(0.2 * moved_bytes / 121) == 30
+
+
+def test_a_step_is_as_long_as_what_it_computes_or_moves() -> None:
+    ample, scarce = Link(1000.0, 1000), Link(1.0, 1000)
+    assert seconds_of_step([10] * 8, 16.0, ample) == pytest.approx(16.0)
+    assert seconds_of_step([10] * 8, 16.0, scarce) == pytest.approx(80.0)
+    burst = [0] * 6 + [80, 80]
+    assert seconds_of_step(burst, 16.0, Link(20.0, 80)) == pytest.approx(16.0)  # read ahead
+    assert seconds_of_step(burst, 16.0, Link(20.0, 0)) > 17.0
+
+
+def test_another_speed_changes_the_set() -> None:
+    layers = [Movable(key, 10, (key, 120 - key, 120 - key)) for key in range(60)]
+    embedding = [Movable(key, 10, (121.0, 121.0)) for key in range(60, 100)]
+    residents = Residents()
+
+    def kept_layers(bytes_per_second: float) -> int:
+        residents.note_lease(NONE, 0, 400)
+        residents.end_step(layers + embedding, 0, bytes_per_second)
+        return len(residents.keys & set(range(60)))
+
+    level = kept_layers(40.0)
+    assert level <= 15
+    assert kept_layers(45.0) == level
+    assert kept_layers(4.0) > 20
 
 
 def test_without_times_more_transfers_come_first() -> None:

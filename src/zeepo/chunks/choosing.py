@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 
 SLICES = 64
 """A step is looked at in so many parts of the same duration."""
-CONSTANTS = (0.0, 1.0, 4.0, 16.0)
+CONSTANTS = (0.0, 4.0, 8.0, 16.0, 64.0)
 """Added to what moves in each slice, as shares of its mean: from level to little in all."""
 AS_LONG = 1.01
 """Sets whose steps differ by less take equally long: then the one that moves least is taken."""
@@ -47,7 +47,7 @@ class Link:
     bytes_per_second: float
     """Of all transfers together; 0 where it is not known."""
     ahead_bytes: int
-    """How far it may be ahead of what computes."""
+    """How far it may be ahead of what computes, where no room is left besides."""
 
 
 def choose(
@@ -61,7 +61,10 @@ def choose(
     found = []
     for constant in CONSTANTS:
         chosen, moving = _choose(ordered, rooms, largest_bytes, constant)
-        found.append((seconds_of_step(moving, seconds, link), sum(moving), chosen))
+        kept_bytes = sum(chunk.nbytes for chunk in ordered if chunk.key in chosen)
+        free_bytes = max(0, max(rooms.values(), default=0) - kept_bytes)
+        wider = Link(link.bytes_per_second, link.ahead_bytes + free_bytes)
+        found.append((seconds_of_step(moving, seconds, wider), sum(moving), chosen))
     shortest = min(taken for taken, _, _ in found)
     return min((f for f in found if f[0] <= AS_LONG * shortest), key=lambda f: f[1])[2]
 
@@ -81,10 +84,10 @@ def seconds_of_step(moving: Sequence[int], seconds: float, link: Link) -> float:
         nbytes = moving[number % len(moving)]
         if number == (ROUNDS - 1) * len(moving):
             began = computed
-        total_bytes += nbytes
         while num_ended < number and total_bytes - ends[num_ended][0] > link.ahead_bytes:
             moved = max(moved, ends[num_ended][1])
             num_ended += 1
+        total_bytes += nbytes
         moved += nbytes / link.bytes_per_second
         computed = max(computed, moved) + slice_seconds
         ends.append((total_bytes, computed))
