@@ -372,6 +372,65 @@ def test_the_slack_is_what_torch_took_between_two_looks(process: Process) -> Non
     assert process.budget._slack() < 16 * MiB
 
 
+def steps_with_a_rise(process: Process, low: int, high: int, num_steps: int = 4) -> None:
+    """Each goes from low to high at once, and back."""
+    for _ in range(num_steps):
+        process.torch_bytes = low
+        process.look()
+        process.torch_bytes = high
+        process.look()
+        process.torch_bytes = low
+        process.look_until_risen()
+        process.budget.end_step()
+
+
+def test_a_rise_ends_at_what_torch_had_at_most_and_an_eighth(process: Process) -> None:
+    steps_with_a_rise(process, 200 * MiB, 304 * MiB)
+    most = 304 * MiB * 9 // 8
+    assert process.budget._slack() == 104 * MiB
+    assert process.look() == RAM - most  # between: both say so
+    process.torch_bytes = 304 * MiB
+    assert process.look() == RAM - most
+    process.torch_bytes = most - LEAST_SLACK_BYTES // 2
+    assert process.look() == RAM - process.torch_bytes - LEAST_SLACK_BYTES
+
+
+def test_once_torch_has_more_than_ever_the_largest_rise_may_come_again(process: Process) -> None:
+    steps_with_a_rise(process, 200 * MiB, 304 * MiB)
+    process.torch_bytes = 400 * MiB
+    assert process.look() == RAM - 400 * MiB - 104 * MiB
+    process.torch_bytes = 260 * MiB  # and for the rest of the step
+    assert process.look_until_risen() == RAM - 400 * MiB - 104 * MiB
+    process.budget.prepare_for(50 * MiB)  # another batch: what the last steps had says nothing
+    process.torch_bytes = 300 * MiB
+    assert process.look() <= RAM - 300 * MiB - 50 * MiB
+
+
+def test_a_system_that_runs_short_keeps_the_whole_slack(process: Process) -> None:
+    steps_with_a_rise(process, 200 * MiB, 304 * MiB)
+    process.spare_bytes = 500 * MiB
+    process.torch_bytes = 304 * MiB
+    limit = process.look()
+    assert limit <= process.budget.allowed_bytes - 304 * MiB - 104 * MiB
+
+
+def test_what_the_heap_keeps_of_each_layer_stays(process: Process) -> None:
+    """Below what is left to torch anyway it is in nobody's way, and would have to be cleared."""
+    steps_with_a_rise(process, 200 * MiB, 440 * MiB)
+    assert process.num_trims == 0
+    for _ in range(4):  # layers
+        process.torch_bytes = 400 * MiB
+        process.free_heap_bytes = 0
+        process.look()
+        process.free_heap_bytes = 180 * MiB
+        process.torch_bytes += 16 * MiB
+        process.look()
+    assert process.num_trims == 0
+    process.torch_bytes = 440 * MiB  # here it is on top of the most
+    process.look()
+    assert process.num_trims == 1
+
+
 def test_only_a_foretold_rise_may_have_more_than_its_share(process: Process) -> None:
     process.budget.ram_bytes = 200 * MiB
     process.look()

@@ -196,7 +196,15 @@ class RamBudget:
         if unmanaged - self._least_bytes < WORTH_TRIMMING_BYTES:
             return False
         self._least_bytes = unmanaged
+        if self._is_below_left(unmanaged + self._ledger.guest_bytes):
+            return False
         return self._find_kept_bytes() > self._may_be_kept_bytes()
+
+    def _is_below_left(self, taken: int) -> bool:
+        """Whether what the heap keeps is in nobody's way: as much is left to torch anyway, which
+        takes it again in the next layer."""
+        left_bytes = max(self._taken_by_step, default=0) - taken
+        return WORTH_TRIMMING_BYTES < left_bytes <= LEFT_TO_TORCH_SHARE * self.ram_bytes
 
     def _may_be_kept_bytes(self) -> int:
         return max(WORTH_TRIMMING_BYTES, int(KEPT_SHARE * self.allowed_bytes))
@@ -359,9 +367,10 @@ class RamBudget:
             unmanaged = self._read()
             is_missing = self._missing(unmanaged) > 0
         is_wanted = takes_more or is_missing
-        kept = self._find_kept_bytes()
-        if kept >= (WORTH_TRIMMING_BYTES if is_wanted else self._may_be_kept_bytes()):
-            unmanaged = self._trim()
+        if is_wanted or not self._is_below_left(taken):
+            kept = self._find_kept_bytes()
+            if kept >= (WORTH_TRIMMING_BYTES if is_wanted else self._may_be_kept_bytes()):
+                unmanaged = self._trim()
         missing = self._missing(unmanaged)
         if missing > 0 and self.spill is not None and self.spill(missing):
             unmanaged = self._trim()
