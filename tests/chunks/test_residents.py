@@ -130,7 +130,8 @@ def test_many_chunks_in_one_moment_are_chosen_from_at_once() -> None:
     """A step with one long pause has all its transfers in two slices; looking at each of them again
     after every choice would take minutes."""
     known = [Movable(key, 10, (key / 20_000, 300.0 + key / 20_000)) for key in range(20_000)]
-    assert len(choose(known, {NONE: 100_000}, 100, UNKNOWN)) == 10_000
+    for link in (UNKNOWN, Link(1000.0, 1000)):
+        assert len(choose(known, {NONE: 100_000}, 100, link)) == 10_000
 
 
 def test_where_the_disk_has_little_time_left_more_transfers_come_first() -> None:
@@ -146,6 +147,7 @@ def test_where_the_disk_has_little_time_left_more_transfers_come_first() -> None
     assert chosen_layers(0.0) <= 1
     assert chosen_layers(2 * moved_bytes / 121) <= 15
     assert chosen_layers(0.2 * moved_bytes / 121) == 30
+    assert chosen_layers(100 * moved_bytes / 121) <= 1
 
 
 def test_a_step_is_as_long_as_what_it_computes_or_moves() -> None:

@@ -1,6 +1,7 @@
 """The order of transfers and what is told when they fail."""
 
 from threading import Event
+from time import sleep
 
 import pytest
 
@@ -38,3 +39,25 @@ def test_after_a_failure_no_other_part_is_begun() -> None:
         queue.submit(Lane(), parts, exclusive=True).result(10)
     queue.close()
     assert begun == [0]
+
+
+def test_a_queue_that_is_never_idle_is_busy_until_now() -> None:
+    queue = TransferQueue("test", num_threads=2)
+    has_begun, may_end = Event(), Event()
+
+    def part(_: int) -> None:
+        has_begun.set()
+        may_end.wait(10)
+
+    assert queue.seconds_busy == 0.0
+    future = queue.submit(Lane(), [part], exclusive=True)
+    assert has_begun.wait(10)
+    before = queue.seconds_busy
+    sleep(0.02)
+    assert queue.seconds_busy >= before + 0.02
+    may_end.set()
+    future.result(10)
+    queue.close()
+    after = queue.seconds_busy
+    sleep(0.02)
+    assert queue.seconds_busy == after > before

@@ -6,7 +6,7 @@ the set that makes the sum of the squares of what moves in each slice of the ste
 most level. But where the disk has little time left, every byte is waited for: then the best set is
 the one with the most transfers for its bytes. Between the two lies a constant that is added to what
 moves in each slice. How long a step takes with the set of each constant is estimated from the speed
-of the transfers in the last steps, and the shortest is taken.
+of the transfers in the last steps. The most level set is taken unless another makes it shorter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ SLICES = 64
 CONSTANTS = (0.0, 4.0, 8.0, 16.0, 64.0)
 """Added to what moves in each slice, as shares of its mean: from level to little in all."""
 AS_LONG = 1.01
-"""Sets whose steps differ by less take equally long: then the one that moves least is taken."""
+"""Sets whose steps differ by less take equally long: then the most level is taken, which bears that
+the disk is slower for a while."""
+MANY_KINDS = 500
+"""With so many chunks that are not alike only the first and the last constant are tried."""
 ROUNDS = 3
 """A step is followed by others like it: what it begins with is what the one before left."""
 GOLDEN = 0.6180339887498949
@@ -54,19 +57,19 @@ def choose(
     known: Iterable[Movable], rooms: Rooms, largest_bytes: int, link: Link
 ) -> frozenset[int]:
     """Chunks that fit into `rooms`, so that a step is short."""
-    ordered = sorted(known, key=lambda c: (c.moments[0], c.key))
-    seconds = max((max(c.moments) for c in ordered), default=0.0)
-    if not seconds or not link.bytes_per_second:
-        return _choose(ordered, rooms, largest_bytes, 0.0)[0]
-    found = []
-    for constant in CONSTANTS:
-        chosen, moving = _choose(ordered, rooms, largest_bytes, constant)
-        kept_bytes = sum(chunk.nbytes for chunk in ordered if chunk.key in chosen)
-        free_bytes = max(0, max(rooms.values(), default=0) - kept_bytes)
+    candidates = _Candidates(known)
+    if not candidates.seconds or not link.bytes_per_second:
+        return candidates.choose(rooms, largest_bytes, 0.0)[0]
+    is_simple = len(candidates.alike) <= MANY_KINDS
+    found: list[tuple[float, frozenset[int]]] = []
+    for constant in CONSTANTS if is_simple else (CONSTANTS[0], CONSTANTS[-1]):
+        chosen, moving = candidates.choose(rooms, largest_bytes, constant)
+        kept_bytes = sum(chunk.nbytes for chunk in candidates.ordered if chunk.key in chosen)
+        free_bytes = max(0, max(rooms.values(), default=0) - kept_bytes)  # at most moments
         wider = Link(link.bytes_per_second, link.ahead_bytes + free_bytes)
-        found.append((seconds_of_step(moving, seconds, wider), sum(moving), chosen))
-    shortest = min(taken for taken, _, _ in found)
-    return min((f for f in found if f[0] <= AS_LONG * shortest), key=lambda f: f[1])[2]
+        found.append((seconds_of_step(moving, candidates.seconds, wider), chosen))
+    shortest = min(seconds for seconds, _ in found)
+    return next(chosen for seconds, chosen in found if seconds <= AS_LONG * shortest)
 
 
 def seconds_of_step(moving: Sequence[int], seconds: float, link: Link) -> float:
@@ -94,50 +97,58 @@ def seconds_of_step(moving: Sequence[int], seconds: float, link: Link) -> float:
     return computed - began
 
 
-def _choose(
-    ordered: Sequence[Movable], rooms: Rooms, largest_bytes: int, constant: float
-) -> tuple[frozenset[int], list[int]]:
-    """The set that is best with this constant, and what moves in each slice beside it: first chunks
-    where the most moves, of two there the one with more transfers, and where all is level, evenly.
-    """
-    moving = [0] * SLICES
-    alike: dict[tuple[int, ...], list[tuple[float, int]]] = {}
-    """Chunks that move in the same slices, and so are worth the same: their places in `ordered`."""
-    for number, (chunk, slices) in enumerate(zip(ordered, _slices_of(ordered), strict=True)):
-        alike.setdefault(slices, []).append((number * GOLDEN % 1, number))
-        for index in slices:
-            moving[index] += chunk.nbytes
-    added = constant * sum(moving) / SLICES
+class _Candidates:
+    """The chunks in the order of their first moments, and which of them move in the same slices."""
 
-    def entry(slices: tuple[int, ...]) -> tuple[float, tuple[float, int], tuple[int, ...]]:
-        return -sum(moving[index] + added for index in slices), alike[slices][-1], slices
+    def __init__(self, known: Iterable[Movable]) -> None:
+        self.ordered = sorted(known, key=lambda c: (c.moments[0], c.key))
+        self.seconds = max((max(c.moments) for c in self.ordered), default=0.0)
+        self.alike: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+        """By slices, chunks that are worth the same: their places in `ordered`, the next last."""
+        self._moving = [0] * SLICES
+        for number, chunk in enumerate(self.ordered):
+            slices = tuple(min(SLICES - 1, self._slice_of(moment)) for moment in chunk.moments)
+            self.alike.setdefault(slices, []).append((number * GOLDEN % 1, number))
+            for index in slices:
+                self._moving[index] += chunk.nbytes
+        for group in self.alike.values():
+            group.sort(reverse=True)
 
-    for group in alike.values():
-        group.sort(reverse=True)  # the next is the last
-    heap = [entry(slices) for slices in alike]
-    heapify(heap)
-    chosen: set[int] = set()
-    left_bytes = dict(rooms)
-    while heap:
-        # What moves gets less with every choice: what is on top, and still worth that, is the best.
-        top = heappop(heap)
-        slices = top[2]
-        if top == entry(slices):
-            chunk = ordered[alike[slices].pop()[1]]
-            beside = [leased for leased in left_bytes if chunk.key not in leased]
-            least_bytes = min((left_bytes[leased] for leased in beside), default=0)
-            if chunk.nbytes <= min(least_bytes, largest_bytes):
-                chosen.add(chunk.key)
-                for leased in beside:
-                    left_bytes[leased] -= chunk.nbytes
-                for index in slices:
-                    moving[index] -= chunk.nbytes
-        if alike[slices]:
-            heappush(heap, entry(slices))
-    return frozenset(chosen), moving
+    def _slice_of(self, moment: float) -> int:
+        return int(SLICES * moment / (self.seconds or 1.0))
 
+    def choose(
+        self, rooms: Rooms, largest_bytes: int, constant: float
+    ) -> tuple[frozenset[int], list[int]]:
+        """The set that is best with this constant, and what moves in each slice beside it: first
+        chunks where the most moves, of two there the one with more transfers, and where all is
+        level, evenly.
+        """
+        moving = list(self._moving)
+        added = constant * sum(moving) / SLICES
+        alike = {slices: list(group) for slices, group in self.alike.items()}
 
-def _slices_of(known: Sequence[Movable]) -> list[tuple[int, ...]]:
-    """In which slices of the step each chunk moves."""
-    end = max((max(c.moments) for c in known), default=0.0) or 1.0
-    return [tuple(min(SLICES - 1, int(SLICES * m / end)) for m in c.moments) for c in known]
+        def entry(slices: tuple[int, ...]) -> tuple[float, tuple[float, int], tuple[int, ...]]:
+            return -sum(moving[index] + added for index in slices), alike[slices][-1], slices
+
+        heap = [entry(slices) for slices in alike]
+        heapify(heap)
+        chosen: set[int] = set()
+        left_bytes = dict(rooms)
+        while heap:
+            # What moves gets less with every choice: what is on top, and still worth that, is best.
+            top = heappop(heap)
+            slices = top[2]
+            if top == entry(slices):
+                chunk = self.ordered[alike[slices].pop()[1]]
+                beside = [leased for leased in left_bytes if chunk.key not in leased]
+                least_bytes = min((left_bytes[leased] for leased in beside), default=0)
+                if chunk.nbytes <= min(least_bytes, largest_bytes):
+                    chosen.add(chunk.key)
+                    for leased in beside:
+                        left_bytes[leased] -= chunk.nbytes
+                    for index in slices:
+                        moving[index] -= chunk.nbytes
+            if alike[slices]:
+                heappush(heap, entry(slices))
+        return frozenset(chosen), moving

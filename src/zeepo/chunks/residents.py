@@ -33,10 +33,10 @@ LARGEST_SHARE = 1 / 4
 """...and one larger than this does not stay: it would be most of the set."""
 WORTH_CHANGING = 1 / 16
 """The set changes when its room did by at least this part of the limit..."""
-REGRET = 15 / 16
-"""...and how much of what it was too large by is still held against it a step later."""
 WORTH_CHANGING_SPEED = 1 / 4
 """...or the tiers' speed by this part of itself."""
+REGRET = 15 / 16
+"""How much of what the set was too large by is still held against it a step later."""
 
 
 class Residents:

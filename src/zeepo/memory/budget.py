@@ -13,7 +13,8 @@ When the system itself runs short (its free memory, the limit of our cgroup), th
 can still give, and the same happens.
 
 When torch takes more although the heap keeps more than a share of the budget, that is given back:
-torch takes blocks of other sizes then, which fit into none of the free ones and come on top.
+torch takes blocks of other sizes then, which fit into none of the free ones and come on top. Not
+while torch has so much less than in the last steps that they are among what is left to it.
 
 When memory is short, free heap memory is given back first, then chunks leave (the store's work),
 then saved activations are sent down. When all that does not help the process is over its budget,
@@ -28,11 +29,10 @@ from contextlib import contextmanager
 from zeepo.memory.heap import HeapUse, give_back_free_memory, heap_use
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
+from zeepo.memory.rises import LEDGER_SLACK_SHARE, SPILL_SLACK_SHARE, Rises
 from zeepo.memory.spares import SPARE_TAG
 from zeepo.units import MiB
 
-FIRST_SLACK_BYTES = 64 * MiB
-LEAST_SLACK_BYTES = 8 * MiB
 WORTH_TRIMMING_BYTES = 16 * MiB
 SYSTEM_MARGIN_BYTES = 32 * MiB
 """What is left to the system when it runs short."""
@@ -52,18 +52,6 @@ LEAST_SAVED_SHARE = 1 / 3
 KEPT_SHARE = 1 / 8
 """Of what is allowed, the most that the heap may keep of what was freed when torch takes more: it
 is found in pieces, not in the sizes that torch takes, and is missing where chunks should be."""
-RISES_KEPT = 8
-"""Steps that a rise, and the most that torch had, is remembered for: not every batch is the
-largest."""
-STEPS_TO_GO_BY = 2
-"""What was foretold counts until so many steps have shown what is true: the first makes states."""
-LEDGER_SLACK_SHARE = 1 / 8
-"""Of `ram`, the most that the ledger leaves free for what torch takes between two looks..."""
-SPILL_SLACK_SHARE = 1 / 4
-"""...and the most that saved activations do: they are what such a rise is added to."""
-GROWTH_SHARE = 1 / 8
-"""Of the most that torch had in the last steps, what it may have more in the next: a rise ends
-there, wherever it begins."""
 
 
 class RamBudget:
@@ -93,15 +81,7 @@ class RamBudget:
         """Never the ledger's, however little torch takes."""
         self._floor_bytes = floor_bytes
         """Always the ledger's, however much torch takes: little, so that small sessions go on."""
-        self._slack_bytes = min(FIRST_SLACK_BYTES, int(LEDGER_SLACK_SHARE * ram_bytes))
-        self._recent_rises: deque[int] = deque(maxlen=RISES_KEPT)
-        self._recent_mosts: deque[int] = deque(maxlen=RISES_KEPT)
-        """The most that torch had, with guests, in each of those steps."""
-        self._first_slack_bytes = self._slack_bytes
-        """Until there are steps to go by."""
-        self._foretold_bytes = 0
-        self._rise_bytes = 0
-        """The most that torch took between two looks, in this step."""
+        self._rises = Rises(ram_bytes)
         self._last_bytes = 0
         self._least_bytes = 0
         """The least that torch had since the heap was last asked what it keeps."""
@@ -175,7 +155,8 @@ class RamBudget:
         unmanaged = self._read()
         if self._recent_limits:  # at the first look all that was there before seems to be new
             rise_bytes = unmanaged - self._last_bytes - self._expected_bytes
-            self._rise_bytes = max(self._rise_bytes, rise_bytes)
+            self._rises.note_rise(rise_bytes)
+        self._rises.note_had(unmanaged + self._ledger.guest_bytes)
         self._expected_bytes = 0
         if self._keeps_too_much(unmanaged):
             unmanaged = self._trim()
@@ -201,8 +182,8 @@ class RamBudget:
         return self._find_kept_bytes() > self._may_be_kept_bytes()
 
     def _is_below_left(self, taken: int) -> bool:
-        """Whether what the heap keeps is in nobody's way: as much is left to torch anyway, which
-        takes it again in the next layer."""
+        """Whether to give back what the heap keeps would move no limit: what torch had at once in
+        the last steps is left to it anyway, and it takes it again in the next layer."""
         left_bytes = max(self._taken_by_step, default=0) - taken
         return WORTH_TRIMMING_BYTES < left_bytes <= LEFT_TO_TORCH_SHARE * self.ram_bytes
 
@@ -236,7 +217,9 @@ class RamBudget:
     def expect(self, nbytes: int) -> None:
         """Torch is about to take so much: `look` must not be surprised."""
         self._expected_bytes = nbytes
-        self._note_taken(self._last_bytes + self._ledger.guest_bytes + nbytes)
+        taken = self._last_bytes + self._ledger.guest_bytes + nbytes
+        self._note_taken(taken)
+        self._rises.note_had(taken)
 
     @contextmanager
     def all_offered(self) -> Iterator[None]:
@@ -286,20 +269,11 @@ class RamBudget:
 
     def prepare_for(self, rise_bytes: int) -> None:
         """Torch is foretold to take so much between two looks."""
-        self._foretold_bytes = rise_bytes
-        self._recent_rises.clear()
-        self._recent_mosts.clear()
-        self._slack_bytes = self._first_slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
+        self._rises.foretell(rise_bytes)
 
     def end_step(self) -> None:
         """What the last steps showed is what the next is prepared for."""
-        self._recent_rises.append(self._rise_bytes)
-        if self._taken_by_step:
-            self._recent_mosts.append(max(self._taken_by_step))
-        self._slack_bytes = max(LEAST_SLACK_BYTES, *self._recent_rises)
-        if len(self._recent_rises) < STEPS_TO_GO_BY:
-            self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
-        self._rise_bytes = 0
+        self._rises.end_step()
         self._judge_keeping()
         self._begin_step()
 
@@ -326,14 +300,12 @@ class RamBudget:
         return self._slack_within(SPILL_SLACK_SHARE)
 
     def _slack_within(self, share: float) -> int:
-        """A rise that was seen gets a share of `ram`; one that was foretold, and so is in the least
-        budget, may have more. When the system runs short there is more, as in the first steps: it
-        gives no notice."""
-        is_short = self.allowed_bytes < self.ram_bytes
-        slack_bytes = max(self._slack_bytes, self._first_slack_bytes if is_short else 0)
-        most = max(FIRST_SLACK_BYTES, int(SPILL_SLACK_SHARE * self.ram_bytes))
-        foretold = min(most, self._foretold_bytes)
-        return min(slack_bytes, max(foretold, int(share * self.ram_bytes)))
+        return self._rises.slack_bytes(share, self.ram_bytes, is_short=self._is_short)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether the system has less than `ram`."""
+        return self.allowed_bytes < self.ram_bytes
 
     def _limit(self, taken: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
@@ -346,14 +318,7 @@ class RamBudget:
         return unmanaged + self._rise_to_come(self._spill_slack(), taken)
 
     def _rise_to_come(self, slack_bytes: int, taken: int) -> int:
-        """The most that torch takes between two looks was part of the most it had in those steps:
-        where it has nearly as much, so large a rise is over. Once it had more, nothing is known."""
-        if len(self._recent_mosts) < STEPS_TO_GO_BY or self.allowed_bytes < self.ram_bytes:
-            return slack_bytes
-        most = int((1 + GROWTH_SHARE) * max(self._recent_mosts))
-        if max(taken, self._taken_by_step[-1]) > most:
-            return slack_bytes
-        return min(slack_bytes, max(LEAST_SLACK_BYTES, most - taken))
+        return slack_bytes if self._is_short else self._rises.still_to_come(slack_bytes, taken)
 
     def _relieve(self, unmanaged: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move.

@@ -86,8 +86,8 @@ class TransferQueue:
         self._is_closed = False
         self._num_running = 0
         self._busy_since = 0.0
-        self.seconds_busy = 0.0
-        """How long parts ran, one or more at a time."""
+        self._seconds_busy = 0.0
+        """Before the parts that run now."""
         self._threads = [
             threading.Thread(target=self._run, args=(i,), name=f"zeepo-{name}-{i}", daemon=True)
             for i in range(num_threads)
@@ -116,6 +116,13 @@ class TransferQueue:
                 self._blocked.add(request)
         self._complete(finished)
         return request.future
+
+    @property
+    def seconds_busy(self) -> float:
+        """How long parts ran, one or more at a time, until now."""
+        with self._changed:
+            running = time.perf_counter() - self._busy_since if self._num_running else 0.0
+            return self._seconds_busy + running
 
     def close(self) -> None:
         """Let running parts end, fail everything not started, join the threads. Idempotent."""
@@ -224,7 +231,7 @@ class TransferQueue:
                     request.error, request.first_failed = error, index
                 self._num_running -= 1
                 if not self._num_running:
-                    self.seconds_busy += time.perf_counter() - self._busy_since
+                    self._seconds_busy += time.perf_counter() - self._busy_since
                 request.num_parts_left -= 1
                 request.future.num_parts_done += 1
                 if request.num_parts_left == 0:

@@ -1,0 +1,86 @@
+"""How much torch may take before the process is looked at again. Pure.
+
+What it took at most between two looks, in the last steps, it may take again: that is the slack.
+Such a rise was a part of the most that torch had in one of those steps, so where torch has nearly
+as much already, the rise is over: it ends at that most and an eighth. When torch has clearly more
+than ever, nothing is known any more, and the whole slack counts for the rest of the step. A batch
+that is larger than those of the last steps may therefore take up to a rise more than was kept free
+for it.
+"""
+
+from collections import deque
+
+from zeepo.units import MiB
+
+FIRST_SLACK_BYTES = 64 * MiB
+LEAST_SLACK_BYTES = 8 * MiB
+RISES_KEPT = 8
+"""Steps that are remembered: not every batch is the largest."""
+STEPS_TO_GO_BY = 2
+"""What was foretold counts until so many steps have shown what is true: the first makes states."""
+LEDGER_SLACK_SHARE = 1 / 8
+"""Of `ram`, the most that the ledger leaves free for what torch takes between two looks..."""
+SPILL_SLACK_SHARE = 1 / 4
+"""...and the most that saved activations do: they are what such a rise is added to."""
+GROWTH_SHARE = 1 / 8
+"""Of the most that torch had in the last steps, what it may have more in the next: rises end
+there..."""
+KNOWN_SHARE = 1 / 32
+"""...unless it has more by this part, and so more than is known."""
+
+
+class Rises:
+    """What the last steps took between two looks, and what they had at most."""
+
+    def __init__(self, ram_bytes: int) -> None:
+        self._slack_bytes = min(FIRST_SLACK_BYTES, int(LEDGER_SLACK_SHARE * ram_bytes))
+        self._first_slack_bytes = self._slack_bytes
+        """Until there are steps to go by."""
+        self._foretold_bytes = 0
+        self._recent_rises: deque[int] = deque(maxlen=RISES_KEPT)
+        self._recent_mosts: deque[int] = deque(maxlen=RISES_KEPT)
+        self._rise_bytes = 0
+        self._most_bytes = 0
+
+    def note_rise(self, nbytes: int) -> None:
+        """Torch took so much between two looks."""
+        self._rise_bytes = max(self._rise_bytes, nbytes)
+
+    def note_had(self, nbytes: int) -> None:
+        """Torch had so much, before anything was given back or sent down because of it."""
+        self._most_bytes = max(self._most_bytes, nbytes)
+
+    def foretell(self, rise_bytes: int) -> None:
+        """What the last steps had says nothing: torch is foretold to take so much at once."""
+        self._foretold_bytes = rise_bytes
+        self._recent_rises.clear()
+        self._recent_mosts.clear()
+        self._slack_bytes = self._first_slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
+
+    def end_step(self) -> None:
+        """What the last steps showed is what the next is prepared for."""
+        self._recent_rises.append(self._rise_bytes)
+        self._recent_mosts.append(self._most_bytes)
+        self._slack_bytes = max(LEAST_SLACK_BYTES, *self._recent_rises)
+        if len(self._recent_rises) < STEPS_TO_GO_BY:
+            self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
+        self._rise_bytes = self._most_bytes = 0
+
+    def slack_bytes(self, share: float, ram_bytes: int, *, is_short: bool) -> int:
+        """A rise that was seen gets a share of `ram`; one that was foretold, and so is in the least
+        budget, may have more. When the system runs short there is more, as in the first steps: it
+        gives no notice."""
+        slack_bytes = max(self._slack_bytes, self._first_slack_bytes if is_short else 0)
+        most = max(FIRST_SLACK_BYTES, int(SPILL_SLACK_SHARE * ram_bytes))
+        foretold = min(most, self._foretold_bytes)
+        return min(slack_bytes, max(foretold, int(share * ram_bytes)))
+
+    def still_to_come(self, slack_bytes: int, taken: int) -> int:
+        """Of the slack, what may still come where torch has so much."""
+        if len(self._recent_mosts) < STEPS_TO_GO_BY:
+            return slack_bytes
+        known = max(self._recent_mosts)
+        if max(taken, self._most_bytes) > (1 + KNOWN_SHARE) * known:
+            return slack_bytes
+        end = int((1 + GROWTH_SHARE) * known)
+        return min(slack_bytes, max(LEAST_SLACK_BYTES, end - taken))
