@@ -156,7 +156,6 @@ class RamBudget:
         if self._recent_limits:  # at the first look all that was there before seems to be new
             rise_bytes = unmanaged - self._last_bytes - self._expected_bytes
             self._rises.note_rise(rise_bytes)
-        self._rises.note_had(unmanaged + self._ledger.guest_bytes)
         self._expected_bytes = 0
         if self._keeps_too_much(unmanaged):
             unmanaged = self._trim()
@@ -165,6 +164,7 @@ class RamBudget:
             self._last_bytes = unmanaged = self._relieve(unmanaged)
         taken = unmanaged + self._ledger.guest_bytes
         self._note_taken(taken)
+        self._note_had(taken)
         self._recent_limits.append(self._limit(taken))
         self._set_limit()
         self._num_looks += 1
@@ -194,6 +194,12 @@ class RamBudget:
         if self._taken_by_step:
             self._taken_by_step[-1] = max(self._taken_by_step[-1], nbytes)
 
+    def _note_had(self, nbytes: int) -> None:
+        """Without what the heap keeps, but with activations that leave because of it. Before the
+        first step has ended much seems to be torch's that is not."""
+        if self._taken_by_step:
+            self._rises.note_had(nbytes)
+
     def _begin_step(self) -> None:
         self._taken_by_step.append(0)
         self._lent_by_step.append(0)
@@ -219,7 +225,7 @@ class RamBudget:
         self._expected_bytes = nbytes
         taken = self._last_bytes + self._ledger.guest_bytes + nbytes
         self._note_taken(taken)
-        self._rises.note_had(taken)
+        self._note_had(taken)
 
     @contextmanager
     def all_offered(self) -> Iterator[None]:
@@ -336,6 +342,7 @@ class RamBudget:
             kept = self._find_kept_bytes()
             if kept >= (WORTH_TRIMMING_BYTES if is_wanted else self._may_be_kept_bytes()):
                 unmanaged = self._trim()
+        self._note_had(unmanaged + self._ledger.guest_bytes)
         missing = self._missing(unmanaged)
         if missing > 0 and self.spill is not None and self.spill(missing):
             unmanaged = self._trim()

@@ -47,7 +47,7 @@ class Rises:
         self._rise_bytes = max(self._rise_bytes, nbytes)
 
     def note_had(self, nbytes: int) -> None:
-        """Torch had so much, before anything was given back or sent down because of it."""
+        """Torch had so much, before anything was sent down because of it."""
         self._most_bytes = max(self._most_bytes, nbytes)
 
     def foretell(self, rise_bytes: int) -> None:
@@ -60,7 +60,8 @@ class Rises:
     def end_step(self) -> None:
         """What the last steps showed is what the next is prepared for."""
         self._recent_rises.append(self._rise_bytes)
-        self._recent_mosts.append(self._most_bytes)
+        if self._most_bytes:
+            self._recent_mosts.append(self._most_bytes)
         self._slack_bytes = max(LEAST_SLACK_BYTES, *self._recent_rises)
         if len(self._recent_rises) < STEPS_TO_GO_BY:
             self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
