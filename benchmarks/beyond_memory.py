@@ -31,7 +31,7 @@ import torch
 from children import Child, serve
 from gpt import GPT, Block, GPTConfig
 from largest_model import attempt
-from practicality import WAYS, exposed, link_speeds, per_step
+from practicality import WAYS, DiskProcess, exposed, link_speeds, per_step
 from rank_engines import ONE_RANK
 from torch.utils.checkpoint import checkpoint
 
@@ -148,21 +148,24 @@ def _serve_steps(pipe: Connection, config: GPTConfig, ram: str, disk: str) -> No
 
 
 def take_turns(config: GPTConfig, ram: str, disk: str, num_steps: int) -> dict[str, Any]:
-    """A measurement of the layers before the first step and after each."""
-    layers = Child(_serve_layers, config)
+    """A measurement of the layers before the first step and after each, and of the disk alone."""
+    layers, link = Child(_serve_layers, config), DiskProcess(disk)
     training = Child(_serve_steps, config, ram, disk)
     alone = [layers.ask(NUM_TIMES)]
     steps: list[dict[str, float]] = []
     for number in range(num_steps):
         steps.append(training.ask("step"))
+        steps[-1]["disk_alone_seconds"] = link.seconds_to_move(steps[-1])
         alone.append(layers.ask(NUM_TIMES))
         print(
             f"  step {number}: {steps[-1]['seconds']:.2f} s, loss {steps[-1]['loss']:.4f}, "
-            f"compute alone {alone[-1]['step']:.2f} s",
+            f"compute alone {alone[-1]['step']:.2f} s, "
+            f"disk alone {steps[-1]['disk_alone_seconds']:.2f} s",
             flush=True,
         )
     found = training.first | training.close()
     layers.close()
+    link.close()
     print(f"  most that the process grew: {found['peak_growth_bytes'] / 2**30:.2f} GiB")
     return {**found, "steps": steps, "compute_alone": alone}
 
@@ -262,7 +265,7 @@ def _figures(report: Mapping[str, Any], speeds: Mapping[str, float]) -> dict[str
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         "per_step": per_step,
-        **exposed(pairs, per_step, speeds),
+        **exposed(pairs, per_step, speeds, [step["disk_alone_seconds"] for step in counted]),
     }
 
 
@@ -278,10 +281,11 @@ def _show(report: Mapping[str, Any], path: Path) -> None:
         f"{report['per_step']['disk->ram'] / 1e9:.2f}",
         f"{report['per_step']['ram->disk'] / 1e9:.2f}",
         reporting.median_and_spread([100 * share for share in report["exposed_shares"]], 1),
+        f"{100 * report['exposed_by_direction_share']:.1f}",
     )
     heads = (
         "parameters", "ram", "grew by", "s/step", "compute alone, s", "ratio", "GB read",
-        "GB written", "exposed, %",
+        "GB written", "exposed, %", "by direction, %",
     )  # fmt: skip
     reporting.print_table(str(report["question"]), heads, [row])
     for key in (SAME, ALL):

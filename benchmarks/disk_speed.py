@@ -16,13 +16,14 @@ Everything overwrites blocks that were written before, as training does after it
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,6 +118,29 @@ class TierRun:
         elapsed = time.perf_counter() - started
         cpus = (time.process_time() - cpu_started) / elapsed
         return number * self.way.chunk_bytes / elapsed, cpus
+
+    def seconds_to_move(self, nbytes: Mapping[str, float]) -> float:
+        """So much in each direction, both beginning at once: as fast as the disk lets them."""
+        num_in_flight = self.way.num_in_flight
+        idle = {"read": self.buffers[:num_in_flight], "write": self.buffers[num_in_flight:]}
+        left = dict(nbytes)
+        under_way: dict[Future[None], tuple[str, Any]] = {}
+        numbers = {"read": itertools.count(0, 2), "write": itertools.count(1, 2)}
+        started = time.perf_counter()
+        while True:
+            for direction in left:
+                while left[direction] > 0 and idle[direction]:
+                    buffer = idle[direction].pop()
+                    number = next(numbers[direction])
+                    future = self._start(direction, number, buffer)
+                    under_way[future] = direction, buffer
+                    left[direction] -= self.way.chunk_bytes
+            if not under_way:
+                return time.perf_counter() - started
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                future.result()
+                direction, buffer = under_way.pop(future)
+                idle[direction].append(buffer)
 
 
 @contextmanager

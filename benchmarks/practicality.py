@@ -7,8 +7,10 @@ first steps of a turn do not count, because they meet what the other left behind
 median over turns. Losses must be equal bit for bit.
 
 Exposed time is what a step takes beyond its largest part alone: the plain step of the same turn
-(compute), or the bytes that zeepo moved in each direction at the speed of the disk tier alone,
-measured here too; the figure is the median over turns.
+(compute), or the bytes that zeepo moved, with the disk tier alone. The disk is a link in each
+direction, and one that both share: what zeepo moved in a step, both directions at once, is timed
+after each turn by a process that does nothing else. `exposed_by_direction` leaves that out, as if
+reads cost writes nothing. The figures are medians over turns.
 
 What is not asked for stays in the result as it is, each run with its own date and commit.
 
@@ -49,6 +51,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "backward": {**ON_DISK, "update": "backward"},
 }
 """Where everything is; `backward` is on disk too, and updates while backward runs."""
+
+
+LINK_BYTES = 3e9
+"""Moved to time the disk alone."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +114,39 @@ class PlainProcess:
         self._child.close()
 
 
+def _move_bytes(pipe: Connection, folder: str) -> None:
+    """Another process: bytes to and from disk for each message."""
+    with tier_run(Path(folder), 1 << 30, TierWay()) as run:
+        pipe.send("ready")
+        serve(pipe, run.seconds_to_move)
+
+
+class DiskProcess:
+    """The disk tier alone."""
+
+    def __init__(self, folder: str):
+        self._child = Child(_move_bytes, folder)
+
+    def seconds_to_move(self, moved: Mapping[str, float]) -> float:
+        """What a step moves; of much, a part is timed."""
+        nbytes = {"read": moved["disk->ram"], "write": moved["ram->disk"]}
+        share = min(1.0, LINK_BYTES / max(1.0, sum(nbytes.values())))
+        return float(self._child.ask({d: share * n for d, n in nbytes.items()})) / share
+
+    def close(self) -> None:
+        self._child.close()
+
+
 def compare(
-    config: GPTConfig, num_sequences: int, turns: Turns, options: Mapping[str, Any]
+    config: GPTConfig, num_sequences: int, turns: Turns, options: Mapping[str, Any], folder: str
 ) -> dict[str, Any]:
-    """Train plainly and under zeepo in turns."""
-    plain, managed = PlainProcess(config), Trainer(config)
+    """Train plainly and under zeepo in turns, and then the disk alone."""
+    plain, disk, managed = PlainProcess(config), DiskProcess(folder), Trainer(config)
     with zeepo.init(managed.model, managed.optimizer, **options) as session:
         generator = torch.Generator().manual_seed(1)
         pairs: list[tuple[float, float]] = []
         moved: list[dict[str, float]] = []
+        disk_seconds: list[float] = []
         stolen: list[float] = []
         for number in range(turns.num_turns):
             shape = (turns.num_steps, num_sequences, config.sequence + 1)
@@ -130,17 +160,20 @@ def compare(
                 plain_seconds = plain.turn(batches, turns.num_skipped)
             pairs.append((plain_seconds, zeepo_seconds))
             moved.append(per_step(before, after, turns.num_steps))
+            disk_seconds.append(disk.seconds_to_move(moved[-1]))
             core_seconds = (os.cpu_count() or 1) * (time.perf_counter() - began)
             stolen.append((reporting.stolen_seconds() - stolen_before) / core_seconds)
             print(
                 f"  turn {number}: plain {plain_seconds:6.2f} s  zeepo {zeepo_seconds:6.2f} s  "
                 f"{plain_seconds / zeepo_seconds:.3f}  waited {moved[-1]['seconds_waited']:.2f} s  "
+                f"disk alone {disk_seconds[-1]:.2f} s  "
                 f"stolen {stolen[-1]:.1%}  "
                 f"{'same losses' if plain.losses == managed.losses else 'LOSSES DIFFER'}",
                 flush=True,
             )
         minimum_ram = session.plan.minimum_ram
     plain.close()
+    disk.close()
     counted = pairs[turns.num_warm_up :]
     ratios = [a / b for a, b in counted]
     return {
@@ -149,6 +182,7 @@ def compare(
         "practicality": statistics.median(ratios),
         "practicalities": ratios,
         "seconds_of_turns": counted,
+        "disk_alone_seconds_of_turns": disk_seconds[turns.num_warm_up :],
         "shares_stolen_by_host": stolen[turns.num_warm_up :],
         "per_step": moved[-1],
         "turns": asdict(turns),
@@ -184,20 +218,29 @@ def link_speeds(disk: Path, total_bytes: int) -> dict[str, float]:
 
 
 def exposed(
-    pairs: Sequence[tuple[float, float]], moved: Mapping[str, float], speeds: Mapping[str, float]
+    pairs: Sequence[tuple[float, float]],
+    moved: Mapping[str, float],
+    speeds: Mapping[str, float],
+    disk_seconds: Sequence[float],
 ) -> dict[str, Any]:
-    """What of a step nothing alone explains; `pairs` are seconds of compute and of a step beside
-    each other in time, because the machine is not equally fast at all times."""
+    """What of a step nothing alone explains; `pairs` are seconds of compute and of a step, and with
+    `disk_seconds` beside each other in time, because the machine is not equally fast at all times.
+    """
     alone = {edge: moved[edge] / speed for edge, speed in speeds.items()}
-    seconds = [max(0.0, step - max(compute, *alone.values())) for compute, step in pairs]
-    shares = [beyond / step for beyond, (_, step) in zip(seconds, pairs, strict=True)]
-    alone["compute"] = statistics.median(compute for compute, _ in pairs)
-    return {
-        **{f"{name}_alone_seconds": value for name, value in alone.items()},
-        "exposed_seconds": statistics.median(seconds),
-        "exposed_share": statistics.median(shares),
-        "exposed_shares": shares,
-    }
+    found: dict[str, Any] = {f"{edge}_alone_seconds": value for edge, value in alone.items()}
+    found["compute_alone_seconds"] = statistics.median(compute for compute, _ in pairs)
+    found["disk_alone_seconds"] = statistics.median(disk_seconds)
+    for name, link_seconds in (("exposed", disk_seconds), ("exposed_by_direction", [0.0])):
+        links = itertools.cycle(link_seconds)
+        seconds = [
+            max(0.0, step - max(compute, disk, *alone.values()))
+            for (compute, step), disk in zip(pairs, links, strict=False)
+        ]
+        shares = [beyond / step for beyond, (_, step) in zip(seconds, pairs, strict=True)]
+        found[f"{name}_seconds"] = statistics.median(seconds)
+        found[f"{name}_share"] = statistics.median(shares)
+        found[f"{name}_shares"] = shares
+    return found
 
 
 def _parse() -> argparse.Namespace:
@@ -253,8 +296,13 @@ def measure(config: GPTConfig, way: str, count: int, args: argparse.Namespace) -
         speeds = link_speeds(Path(disk), 1 << 30)
         print({edge: f"{speed / 1e9:.2f} GB/s" for edge, speed in speeds.items()}, flush=True)
         place = {} if way == "ram" else {"ram": args.ram, "disk": disk}
-        found |= compare_apart(config, count // config.sequence, turns, WAYS[way] | place)
-    beyond = exposed(found["seconds_of_turns"], found["per_step"], speeds)
+        found |= compare_apart(config, count // config.sequence, turns, WAYS[way] | place, disk)
+    beyond = exposed(
+        found["seconds_of_turns"],
+        found["per_step"],
+        speeds,
+        found["disk_alone_seconds_of_turns"],
+    )
     return {"way": way, "tokens": count, **found, "link_bytes_per_second": speeds, **beyond}
 
 
@@ -268,19 +316,23 @@ def _show(report: Mapping[str, Any], path: Path) -> None:
             reporting.median_and_spread(run["practicalities"], 3),
             f"{run['per_step']['disk->ram'] / 1e9:.2f}",
             f"{run['per_step']['ram->disk'] / 1e9:.2f}",
-            reporting.median_and_spread(
-                [100 * share for share in run.get("exposed_shares", [run["exposed_share"]])], 1
-            ),
+            f"{run['disk_alone_seconds']:.2f}" if "disk_alone_seconds" in run else "",
+            _percent(run.get("exposed_shares", [run["exposed_share"]])),
+            _percent(run.get("exposed_by_direction_shares", [])),
             "yes" if run["losses_bit_equal"] else "NO",
         )
         for run in report["runs"]
     ]
     heads = (
         "way", "tokens", "plain s", "zeepo s", "practicality", "GB read", "GB written",
-        "exposed, %", "same losses",
+        "disk alone, s", "exposed, %", "by direction, %", "same losses",
     )  # fmt: skip
     reporting.print_table(str(report["question"]), heads, rows)
     _plot(report, path)
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return reporting.median_and_spread([100 * share for share in shares], 1) if shares else ""
 
 
 def _plot(report: Mapping[str, Any], path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import zeepo
+from zeepo.engine import backward
 from zeepo.engine.tuning import tuned
 from zeepo.engine.update import ChunkUpdate
 
@@ -202,13 +204,16 @@ def sizes_of(model: nn.Module, shape: Model, kind: Kind) -> Sizes:
 
 
 @contextmanager
-def counted(session: zeepo.Session, unit: str) -> Iterator[list[Moved]]:
+def counted(
+    session: zeepo.Session, unit: str, before: Callable[[], None] = lambda: None
+) -> Iterator[list[Moved]]:
     """What was moved before each update of a unit, all it needs being there."""
     found: list[Moved] = []
     update_parts = ChunkUpdate._update_parts
 
     def counting(self: ChunkUpdate, *args: Any) -> None:
         if self.chunk.label == unit:
+            before()
             moved = session.stats()["bytes_moved"]
             found.append((moved["disk->ram"], moved["ram->disk"]))
         update_parts(self, *args)
@@ -252,3 +257,111 @@ def test_a_step_moves_what_the_formula_says(
     steps, plan = moved_by_steps(built, shape, kind, update, tmp_path)
     assert plan.num_units == len(sizes.units)
     assert steps == [formula(sizes, update)] * len(steps)
+
+
+# -- embeddings by rows ---------------------------------------------------------------------------
+
+NUM_TABLE_STEPS = 40
+"""So that every page has had its turn, and the turns begin again."""
+SIZE = 250
+
+
+class ByRows(nn.Module):
+    """Layers behind an embedding about as large as each, of which a step looks up few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(SIZE + 14, SIZE)
+        self.layers = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(6)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.rows(tokens))  # type: ignore[no-any-return]
+
+
+def tokens_of(step: int) -> Tensor:
+    """The first comes again in the next step."""
+    again = torch.randint(SIZE, (1,), generator=torch.Generator().manual_seed(step // 2))
+    others = torch.randint(SIZE, (2,), generator=torch.Generator().manual_seed(1000 + step))
+    return torch.cat([again, others])
+
+
+class TableFormula:
+    """What docs/how.md says of a table, in pages."""
+
+    def __init__(self, nbytes: int, row_bytes: int) -> None:
+        self._row_bytes = row_bytes
+        self._num_pages = -(-nbytes // 4096)
+        self._num_done = [0] * self._num_pages
+        self._num_updates = 0
+        self._turn: dict[int, int] = {}
+        """Pages on their way, and how many updates they have had."""
+        self._next_page = 0
+
+    def step(self, tokens: Tensor) -> tuple[int, int, int]:
+        """Pages that a lookup reads, whose turn it is after its update, and that both write."""
+        looked_up = set()
+        for row in set(tokens.tolist()):
+            first, end = row * self._row_bytes, (row + 1) * self._row_bytes
+            looked_up.update(range(first // 4096, (end - 1) // 4096 + 1))
+        for page in looked_up:
+            self._num_done[page] = self._num_updates
+        num_both = sum(self._num_done[page] != done for page, done in self._turn.items())
+        num_written = len(looked_up) + len(self._turn) - num_both
+        for page in self._turn:
+            self._num_done[page] = self._num_updates
+        self._num_updates += 1
+        for page in looked_up:
+            self._num_done[page] = self._num_updates
+        end_page = self._next_page + -(-self._num_pages // 31)
+        turn = range(self._next_page, min(self._num_pages, end_page))
+        self._turn = {page: self._num_done[page] for page in turn}
+        self._next_page = end_page if end_page < self._num_pages else 0
+        return len(looked_up), len(turn), num_written
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW, fused", "SGD"])
+def test_a_table_moves_what_the_formula_says(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(backward, "WORTH_EXPECTING_BYTES", 64 << 10)
+    model, kind = ByRows(), OPTIMIZERS[optimizer]
+    row_bytes = SIZE * 4
+    told = TableFormula(model.rows.weight.nbytes, row_bytes)
+    # It is a table from the second step on.
+    pages = [told.step(tokens_of(step)) for step in range(1, NUM_TABLE_STEPS)]
+    record_bytes = 4096 * (1 + kind.num_states)
+    units = [slot_bytes(p.nbytes) for p in model.layers.parameters()]
+    read, written = formula(Sizes(units, kind.num_states * sum(units)), "backward")
+    expected = [
+        (read + (coming + turn) * record_bytes, written + num_written * record_bytes)
+        for (_, turn, num_written), (coming, _, _) in pairwise(pages)
+    ]
+    steps = moved_by_steps_with_table(model, kind, tmp_path)
+    assert steps[NUM_WARM_UP:] == expected[NUM_WARM_UP - 1 :]
+    assert len({written for _, written in steps[NUM_WARM_UP:]}) > 2
+
+
+def moved_by_steps_with_table(model: ByRows, kind: Kind, disk: Path) -> list[Moved]:
+    """From an update of the first layer to the next, with the update of the table between them and
+    with the next lookup."""
+    optimizer = kind.make(model.parameters())
+    with (
+        tuned(estimate=False, least_ram=True, table_bytes=64 << 10),
+        zeepo.init(model, optimizer, disk=disk, update="backward", **ON_DISK) as session,
+    ):
+        settle = partial(settle_tables, session)
+        with counted(session, session.plan.units[1].name, settle) as moved:
+            for step in range(NUM_TABLE_STEPS):
+                model(tokens_of(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(moved)]
+
+
+def settle_tables(session: Any) -> None:
+    """What tables read and write may go on beside an update."""
+    for table in session._backward_updates._tables._tables.values():
+        table._settle(keep=0)
+        if table._sweep is not None:
+            table._sweep[0].result()

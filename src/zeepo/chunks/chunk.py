@@ -30,6 +30,9 @@ from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Extent, Tier
 from zeepo.sabotage import sabotaged
 
+NOWHERE = -1
+"""As the number of writes to the lower tier: what it holds is not a version of the chunk."""
+
 
 class Kind(Enum):
     """What a chunk holds; the value is the ledger's tag."""
@@ -107,6 +110,11 @@ class Chunk:
     @property
     def is_dirty(self) -> bool:
         return self.version != self.lower_version
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether somebody else has what it holds."""
+        return self.expected_writes == NOWHERE and not self.is_resident
 
     @property
     def own_memory(self) -> Mapping[int, Reservation]:

@@ -99,6 +99,8 @@ class Foresight:
             chunk = self._moves.chunks.get(key)
             if chunk is None or chunk.buffer is not None or not chunk.may_be_prefetched:
                 continue
+            if chunk.is_retired:
+                continue
             nbytes = align_up(max(1, chunk.layout.nbytes), PAGE_BYTES)
             if chunk.is_empty:  # a gradient that is made before what follows here is needed
                 spoken_for += 0 if chunk.is_short_lived else nbytes

@@ -150,7 +150,7 @@ class ChunkStore:
         with self.lock:
             if chunk.storages[index] is None:
                 return
-            self._end_write(chunk)
+            self.end_write(chunk)
             with contextlib.suppress(DiskError):  # nobody will ask for it
                 self.moves.finish_fetch(chunk)
             self.moves.keep_spare(chunk, index)
@@ -178,7 +178,7 @@ class ChunkStore:
                 self.lose(chunk, error)
                 return
             try:
-                self._end_write(chunk)
+                self.end_write(chunk)
                 if index in chunk.own_memory:
                     chunk.let_own_go(index)
                 elif storage.nbytes() and (chunk.raw_holds or in_buffer):
@@ -204,7 +204,7 @@ class ChunkStore:
         """
         with self.lock:
             self.moves.end_loans(chunk)
-            self._end_write(chunk)
+            self.end_write(chunk)
             for index, (place, reservation) in places.items():
                 storage = chunk.storages[index]
                 assert storage is not None
@@ -346,7 +346,7 @@ class ChunkStore:
         with self.lock:
             self.moves.make_ledger_room(nbytes)
 
-    def _end_write(self, chunk: Chunk) -> None:
+    def end_write(self, chunk: Chunk) -> None:
         """Let a write end whose outcome does not matter: the bytes are here, or not wanted."""
         with contextlib.suppress(DiskError):
             self.moves.settle(chunk)
@@ -375,7 +375,7 @@ class ChunkStore:
         """While closing: the current values of these chunks cannot be had any more."""
         with self.lock:
             for chunk in chunks:
-                self._end_write(chunk)
+                self.end_write(chunk)
                 with contextlib.suppress(DiskError):
                     self.moves.finish_fetch(chunk)
                 self.lost += [(name, error) for name in give_up(chunk, is_stale=True)]

@@ -15,7 +15,7 @@ backward.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -26,8 +26,9 @@ from zeepo.chunks.storages import address, is_in_backward
 from zeepo.chunks.store import Chunk, ChunkStore
 from zeepo.engine.managed import storage_of
 from zeepo.engine.saved import Handle, Weight
+from zeepo.engine.torch_functions import tensors_in
 from zeepo.engine.turns import Turns
-from zeepo.engine.warm_gradients import WarmGradient, can_begin, is_known
+from zeepo.engine.warm_gradients import Memory, WarmGradient, can_begin, is_known
 from zeepo.errors import SessionError
 from zeepo.sabotage import sabotaged
 
@@ -47,6 +48,8 @@ class NodeLeases:
         self._by_storage = by_storage
         self._held: list[tuple[int, _NodeLease]] = []
         """With the thread whose backward holds it."""
+        self.table_behind: Callable[[Tensor], Memory | None] | None = None
+        """The table that a parameter is, where there are such."""
         self.turns: Turns | None = None
         """Who runs, while several micro-batches pass the units together."""
 
@@ -89,6 +92,7 @@ class NodeLeases:
             if saved or coming_bytes:
                 lease = self.attach(node, saved, coming_bytes)
                 lease.known_bytes = known_gradient_bytes(node) if coming_bytes else 0
+                lease.embedding = looked_up_by(node) if lease.known_bytes else None
 
     def before_function(self, chunks: Sequence[Chunk]) -> None:
         """A function outside backward, or recomputed inside it, is about to use chunks."""
@@ -111,6 +115,10 @@ class NodeLeases:
 
     def _warm_up(self, lease: _NodeLease) -> bool:
         """Whether what the node is about to make has memory already; the rest of it is expected."""
+        if (table := self._table_of(lease)) is not None and can_begin():
+            lease.warm = WarmGradient(lease.known_bytes, table)
+            lease.warm.begin()
+            return True
         spares = self._store.moves.spares
         if not spares.has(lease.known_bytes) or not can_begin():
             return False
@@ -122,6 +130,15 @@ class NodeLeases:
         lease.warm = WarmGradient(lease.known_bytes, self)
         lease.warm.begin()
         return True
+
+    def _table_of(self, lease: _NodeLease) -> Memory | None:
+        if lease.embedding is None or self.table_behind is None:
+            return None
+        return self.table_behind(lease.embedding)
+
+    def take_zeros(self, rows: Tensor) -> UntypedStorage | None:
+        """Memory that was kept is not zeros."""
+        return None
 
     def take(self, nbytes: int) -> UntypedStorage | None:
         """Memory for a gradient, unless it had to go since the node began."""
@@ -175,6 +192,8 @@ class _NodeLease:
         """The size of the gradients the node will make of parameters, where that is much."""
         self.known_bytes = 0
         """Of them, the size of the one that can be made in memory that is there."""
+        self.embedding: Tensor | None = None
+        """The parameter whose rows the node's function looked up, if it is one of those."""
         self.warm: WarmGradient | None = None
         """While such a gradient is made in memory that was there."""
         self.first_node = 0
@@ -189,18 +208,6 @@ class _NodeLease:
 
     def after(self, grad_inputs: Any, grad_outputs: Any) -> None:
         self.leases.leave(self, grad_inputs)
-
-
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """The tensors in a function's result or arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def new_nodes(tensors: Iterable[Tensor], first_sequence: int) -> list[Any]:
@@ -230,6 +237,13 @@ def known_gradient_bytes(node: Any) -> int:
     """The size of the one large gradient of a parameter that a node makes in a known way."""
     large = [nbytes for nbytes in _gradients_of(node) if nbytes >= WORTH_EXPECTING_BYTES]
     return large[0] if len(large) == 1 and is_known(node) else 0
+
+
+def looked_up_by(node: Any) -> Tensor | None:
+    """The parameter behind a node of F.embedding."""
+    if node.name() != "EmbeddingBackward0":
+        return None
+    return _parameter_behind(node.next_functions[0][0])
 
 
 def _gradients_of(node: Any) -> list[int]:

@@ -23,7 +23,7 @@ have their final gradients; what never gets there is left to `step()`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -33,9 +33,12 @@ from zeepo import events
 from zeepo.chunks.chunk import Chunk
 from zeepo.chunks.storages import is_in_backward
 from zeepo.engine.ends_of_backward import EndsOfBackward
-from zeepo.engine.managed import Home
+from zeepo.engine.managed import Home, read_autograd_grad, write_autograd_grad
 from zeepo.engine.manager import Manager
+from zeepo.engine.ordinary_context import ordinary_context
 from zeepo.engine.step import OptimizerStep
+from zeepo.engine.tables import Tables
+from zeepo.engine.tuning import tuning
 from zeepo.errors import SessionError, UnsupportedError
 from zeepo.optim.catalogue import Grain
 from zeepo.optim.shadow import Recipe
@@ -59,8 +62,9 @@ class BackwardUpdates:
         """What the updates of this step were made with; None before the first."""
         self._updated: set[int] = set()
         """PARAM chunks that were updated and whose step() has not come yet..."""
-        self._guarded: list[Chunk] = []
-        """...and every chunk that such an update changed."""
+        self._guarded: list[tuple[Chunk, Callable[[], None] | None]] = []
+        """...and every chunk that such an update changed, with what stands before its use else."""
+        self._tables = Tables(manager, self._step, tuning().table_bytes)
         self._consumed: set[int] = set()
         """id(home) of every parameter that was updated before its step()."""
         self._gone: dict[int, str] = {}
@@ -69,6 +73,9 @@ class BackwardUpdates:
     def install(self) -> None:
         self._ends.install()
         self._manager.gradients.on_arrival = self._arrived
+        self._manager.gradients.use_up = self._use_up
+        self._manager.find_lookup = self._tables.lookup
+        self._manager.node_leases.table_behind = self._tables.behind
         self._manager.gradients.check = self._refuse_if_consumed
         self._step.before_run = self._begin_step
         self._step.before_close = self._give_back
@@ -85,7 +92,9 @@ class BackwardUpdates:
 
     def remove(self) -> None:
         self._ends.remove()
-        self._manager.gradients.on_arrival = self._manager.gradients.check = None
+        gradients = self._manager.gradients
+        gradients.on_arrival = gradients.check = gradients.use_up = None
+        self._manager.find_lookup = self._manager.node_leases.table_behind = None
         self._step.before_run = None
         self._let_go()
 
@@ -148,19 +157,50 @@ class BackwardUpdates:
     def _update(self, chunk: Chunk, homes: Sequence[Home]) -> None:
         if chunk.raw_holds or self._step.torn is not None:
             return  # somebody sees its values by their address: left to step()
-        if self._recipe is None:
-            self._recipe = self._step.fix_recipe()
-        updated = self._step.update_now(self._recipe, chunk, homes)
+        self._tables.before_update(homes[0])
+        updated = self._step.update_now(self._fixed_recipe(), chunk, homes)
         if not updated:
             return
-        self._consumed.update(map(id, updated))
-        self._updated.add(chunk.key)
         self._manager.grad_chunks[chunk.key].is_short_lived = True
         for home in updated:
             self._manager.gradients.drop(home)
+        self._was_updated(chunk, updated)
+
+    def _fixed_recipe(self) -> Recipe:
+        if self._recipe is None:
+            self._recipe = self._step.fix_recipe()
+        return self._recipe
+
+    def _was_updated(self, chunk: Chunk, updated: Sequence[Home]) -> None:
+        self._consumed.update(map(id, updated))
+        self._updated.add(chunk.key)
         for changed in self._step.changed_by_update(chunk):
-            self._guarded.append(changed)
+            self._guarded.append((changed, changed.before_use))
             changed.before_use = partial(_refuse_use, changed)
+
+    def _use_up(self, home: Home) -> bool:
+        """Whether the gradient that autograd has left is one of rows of a table, and was used."""
+        table = self._tables.of(home)
+        if table is None or id(home) in self._consumed or self._is_accumulating:
+            return False
+        assert home.parameter is not None
+        gradient = read_autograd_grad(home.parameter)
+        num_seen, num_expected = self._seen[id(home)] + 1, self._expected[id(home)]
+        is_final = num_seen >= num_expected if num_expected else not self._ends.is_nested
+        if home.grad is not None or gradient is None or not is_final:
+            return False
+        if self._step.torn is not None or not table.has_made(gradient):
+            return False
+        update = self._tables.count_update(table, self._fixed_recipe())
+        if update is None:
+            return False
+        write_autograd_grad(home.parameter, None)
+        del gradient
+        with self._step.tearing(home.chunk), ordinary_context():
+            table.update(update)
+        self._seen[id(home)] += 1
+        self._was_updated(home.chunk, [home])
+        return True
 
     def _end(self, _: Sequence[Tensor]) -> None:
         self._manager.store.moves.spares.end_backward()
@@ -201,8 +241,8 @@ class BackwardUpdates:
             )
 
     def _let_go(self) -> None:
-        for chunk in self._guarded:
-            chunk.before_use = None
+        for chunk, before_use in self._guarded:
+            chunk.before_use = before_use
         self._guarded.clear()
         self._updated.clear()
         self._consumed.clear()

@@ -17,8 +17,8 @@ import xxhash
 from torch import Tensor, nn
 
 from zeepo import events
-from zeepo.engine.backward import tensors_in
 from zeepo.engine.managed import plain_torch
+from zeepo.engine.torch_functions import tensors_in
 from zeepo.launch import launching
 from zeepo.units import MiB
 

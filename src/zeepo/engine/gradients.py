@@ -47,6 +47,8 @@ class Gradients:
         """GRAD chunk -> what was dropped while an update of the chunk waits that may need it."""
         self.before_arrival: Callable[[Home], None] | None = None
         """Told when autograd has accumulated into a parameter, before the slot is changed."""
+        self.use_up: Callable[[Home], bool] | None = None
+        """Asked before the slot is changed: whether what arrived was used up at once."""
         self.on_arrival: Callable[[Home], None] | None = None
         """Told afterwards: the slot has the sum."""
         self.check: Callable[[Home], None] | None = None
@@ -56,6 +58,8 @@ class Gradients:
         """Autograd has accumulated into a parameter."""
         if self.before_arrival is not None:
             self.before_arrival(home)
+        if self.use_up is not None and self.use_up(home):
+            return
         self.absorb(home)
         if self.on_arrival is not None:
             self.on_arrival(home)

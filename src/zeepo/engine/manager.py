@@ -7,7 +7,8 @@ the data. It owns the store and the table of storages; it knows nothing of optim
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zeepo.chunks.layout import Layout, pack
 from zeepo.chunks.storages import address, fills_storage
 from zeepo.chunks.store import Chunk, ChunkStore, Kind
 from zeepo.chunks.wholes import be_copy
-from zeepo.engine.backward import NodeLeases, tensors_in
+from zeepo.engine.backward import NodeLeases
 from zeepo.engine.copies import Copies
 from zeepo.engine.first_batch import FirstBatch
 from zeepo.engine.gradients import Gradients
@@ -36,10 +37,13 @@ from zeepo.engine.reduction import Reduction
 from zeepo.engine.sharded import Sharded
 from zeepo.engine.shards import GatherTier
 from zeepo.engine.split_gradients import SplitGradients
-from zeepo.engine.torch_functions import Function
+from zeepo.engine.torch_functions import Function, tensors_in, written_in_place
 from zeepo.errors import UnsupportedError
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
+
+Lookup = AbstractContextManager[list[Chunk]]
+"""Around a function that looks up rows: tells what has to be leased for that."""
 
 
 class Manager:
@@ -60,6 +64,8 @@ class Manager:
         self.grad_chunks: dict[int, Chunk] = {}
         """PARAM chunk key -> its GRAD chunk."""
         self.gradients = Gradients(self, store, self.grad_chunk)
+        self.find_lookup: Callable[[Function, Any, Any, list[Home]], Lookup | None] | None = None
+        """How a function finds rows of an embedding that is not in its chunk."""
         self.ranks: Ranks | None = None
         self.reduction: Reduction | None = None
         self._split_gradients: SplitGradients | None = None
@@ -200,13 +206,15 @@ class Manager:
             if result is not NotImplemented:
                 self.raw_leases.look_again()
                 return result
-        with plain_torch():
+        lookup = self.find_lookup and self.find_lookup(func, args, kwargs, homes)
+        with plain_torch(), lookup or nullcontext(chunks) as chunks:
             self.store.lease(chunks)
             try:
                 versions = [_version(t) for t in managed]
                 first_node = torch._C._autograd._get_sequence_nr()
                 result = func(*args, **kwargs)
-                self._note_changes(func, args, managed, homes, versions)
+                written = written_in_place(func, args, managed)
+                self._note_changes(written, managed, homes, versions)
                 if torch._C._functorch.maybe_current_level() is None:
                     self.finish(result, (args, kwargs), homes, chunks, first_node)
                 else:  # inside torch.func: what wraps our tensors cannot be followed
@@ -241,35 +249,25 @@ class Manager:
                 return
 
     def _note_changes(
-        self,
-        func: Function,
-        args: Any,
-        managed: list[Tensor],
-        homes: list[Home],
-        versions: list[int],
+        self, written: Iterable[Tensor], managed: list[Tensor], homes: list[Home], before: list[int]
     ) -> None:
         """Version counters tell what was changed; some functions in place do not count theirs."""
         if sabotaged("dirty.mark"):
             return
-        written: set[int] = set()
-        name = getattr(func, "__name__", "")
-        if name.startswith("_fused_"):  # an optimizer's kernel: parameters, gradients and states
-            written = {id(t) for t in managed}
-        elif name.endswith("_") and not name.endswith("__") and args:  # __getitem__ only reads
-            written = {id(t) for t in tensors_in(args[0])}
-        for tensor, home, before in zip(managed, homes, versions, strict=True):
-            if id(tensor) in written or _version(tensor) != before:
+        written_ids = {id(t) for t in written}
+        for tensor, home, version in zip(managed, homes, before, strict=True):
+            if id(tensor) in written_ids or _version(tensor) != version:
                 self._mark_changed(home.chunk)
 
     def _mark_changed(self, chunk: Chunk) -> None:
         """The user's code changed a leased chunk."""
-        if self.ranks is None or self.ranks.is_closing:
-            self.store.mark_changed(chunk)
-        elif isinstance(chunk.home, GatherTier):
-            self.ranks.whole_changed(chunk)
-        else:
-            self.store.mark_changed(chunk)
-            self.ranks.changed_by_hand(chunk)
+        ranks = None if self.ranks is None or self.ranks.is_closing else self.ranks
+        if ranks is not None and isinstance(chunk.home, GatherTier):
+            ranks.whole_changed(chunk)
+            return
+        self.store.mark_changed(chunk)
+        if ranks is not None:
+            ranks.changed_by_hand(chunk)
 
     # -- what managed tensors ask -----------------------------------------------------------------
 

@@ -234,6 +234,15 @@ class States:
         numel = self._packing(dtype).numel(cut.numel)
         return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
 
+    def place(self, home: Home, name: str, piece: Piece, cut: Cut) -> tuple[Chunk, int]:
+        """The chunk of a cut's state, and its slot there."""
+        chunk = self._chunks[home.chunk.key][piece.number, name]
+        return chunk, next(i for i, c in enumerate(piece.cuts) if c is cut)
+
+    def dtype(self, home: Home, name: str) -> torch.dtype:
+        """Of a state that is in slots."""
+        return self._dtypes[home.chunk.key, home.index, name]
+
     def whole(self, home: Home, name: str) -> Tensor:
         """The managed tensor that shows all pieces of a state as one."""
         visible = self._visible.setdefault(home.chunk.key, {})

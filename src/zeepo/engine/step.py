@@ -18,7 +18,8 @@ once for its update and its forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -38,6 +39,7 @@ from zeepo.engine.update import ChunkUpdate, count_ahead
 from zeepo.engine.update_parts import Target
 from zeepo.errors import SessionError
 from zeepo.optim.catalogue import Grain, grain_of, num_states_of, num_temporaries_of
+from zeepo.optim.catch_up import PastUpdate
 from zeepo.optim.shadow import Recipe, State, take_recipe
 from zeepo.sabotage import sabotaged
 
@@ -60,10 +62,9 @@ class OptimizerStep:
         self._store = manager.store
         self._adopt = adopt
         """Takes in parameters that came with add_param_group."""
-        cuts_parameters = self.grain is Grain.ELEMENT
-        piece_bytes = tuning.piece_bytes if cuts_parameters else None
-        self.states = States(manager, optimizer, label, piece_bytes)
-        self._may_put_off = tuning.put_off and cuts_parameters
+        can_cut = self.grain is Grain.ELEMENT
+        self.states = States(manager, optimizer, label, tuning.piece_bytes if can_cut else None)
+        self._may_put_off = tuning.put_off and can_cut
         self._put_off: dict[int, ChunkUpdate] = {}
         """PARAM chunk -> its update, which waits for the chunk's next use."""
         self._entries: dict[Tensor, State] = {}
@@ -124,6 +125,15 @@ class OptimizerStep:
                 self.torn = update.chunk.label, error
             raise
 
+    @contextmanager
+    def tearing(self, chunk: Chunk) -> Iterator[None]:
+        """What fails inside leaves an update half done."""
+        try:
+            yield
+        except BaseException as error:
+            self.torn = chunk.label, error
+            raise
+
     def _refuse_torn(self) -> None:
         if self.torn is not None:
             label, error = self.torn
@@ -167,6 +177,26 @@ class OptimizerStep:
             with ordinary_context():
                 self._run_once(update)
         return [target.home for target in targets]
+
+    def has_all_states(self, home: Home, num_states: int) -> bool:
+        """Whether a parameter has so many states in slots, and its optimizer makes no more."""
+        group = self._find_groups().get(id(home.parameter))
+        if group is None or self.grain is not Grain.ELEMENT:
+            return False
+        return num_states == self.states.expected(home, self.optimizer.param_groups[group])
+
+    def count_update(self, recipe: Recipe, home: Home, num_states: int) -> PastUpdate | None:
+        """One more update of a parameter that somebody else carries out: its scalar states are
+        counted. None if it is not trained, or would get other states."""
+        group = self._group_of.get(id(home.parameter))
+        if group is None or self.states.expected(home, recipe.groups[group]) != num_states:
+            return None
+        target = Target(home, group, home, self._entry(home))
+        with plain_torch():
+            count_ahead(recipe, [target])
+            assert home.parameter is not None
+            torch.autograd.graph.increment_version([home.parameter])
+        return PastUpdate(recipe, group, target.counters or {})
 
     def _update_with_ranks(self, ranks: Ranks, updates: Sequence[ChunkUpdate]) -> None:
         """Each rank updates what it owns; whole parameters then get the others' parts.

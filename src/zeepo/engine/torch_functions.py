@@ -6,7 +6,7 @@ A function that is in none of these tables is run with its managed arguments lea
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -164,3 +164,25 @@ RUNS_BACKWARD: dict[Function, Function] = {
     torch.autograd.backward: _without_dispatch(torch.autograd.backward),
     Tensor.backward: _without_dispatch(Tensor.backward),
 }
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """The tensors in a function's result or arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def written_in_place(func: Function, args: Any, managed: Iterable[Tensor]) -> Iterable[Tensor]:
+    """What a function changes, if its name says that it changes anything."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("_fused_"):  # an optimizer's kernel: parameters, gradients and states
+        return managed
+    if name.endswith("_") and not name.endswith("__") and args:  # __getitem__ only reads
+        return tensors_in(args[0])
+    return ()

@@ -24,6 +24,9 @@ class Tuning:
     """Read ahead and write early, following the trace."""
     piece_bytes: int = 32 << 20
     """Largest part of a parameter that is updated at once."""
+    table_bytes: int = 16 << 20
+    """From this size on, an embedding that is looked up by few rows is kept by rows on disk. Not
+    less than gradients that are expected (engine/backward.py)."""
     put_off: bool = True
     """Updates wait until their chunk is used, so that the next forward hides them."""
     smallest_activation_bytes: int = 64 << 10

@@ -33,6 +33,9 @@ class Memory(Protocol):
     def take(self, nbytes: int) -> UntypedStorage | None:
         """Memory that is there; if there is none any more, room for it is made."""
 
+    def take_zeros(self, rows: Tensor) -> UntypedStorage | None:
+        """Memory that is zeros already, for a gradient to which only these rows are added."""
+
     def expect(self, nbytes: int) -> None:
         """Torch will take so much all the same."""
 
@@ -86,20 +89,27 @@ class WarmGradient(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyp
                     return _mm.out(left, right, out=out)
             elif func is _embedding:
                 grad, indices, num_rows, padding, is_scaled = args
-                is_known = not is_scaled and grad.dtype in _EXACT
-                out = self._warm_rows(grad, num_rows, is_known and indices.numel() <= num_rows)
+                can_add = not is_scaled and grad.dtype in _EXACT and indices.numel() <= num_rows
+                out = self._warm_rows(grad, num_rows, indices, can_add)
                 if out is not None:
                     return _add_rows(out, grad, indices, padding)
         return func(*args, **(kwargs or {}))
 
-    def _warm_rows(self, grad: Tensor, num_rows: int, can_add: bool) -> Tensor | None:
+    def _warm_rows(self, grad: Tensor, num_rows: int, rows: Tensor, can_add: bool) -> Tensor | None:
+        """Zeros."""
         shape = (num_rows, grad.shape[-1])
-        if can_add:
-            return self._warm(shape, grad)
-        if self._is_it(shape, grad):
+        if not self._is_it(shape, grad):
+            return None
+        if not can_add:
             self._nbytes = -1
             self._memory.expect(shape[0] * shape[1] * grad.element_size())
-        return None
+            return None
+        zeros = self._memory.take_zeros(rows)
+        if zeros is not None:
+            self._nbytes = -1
+            return _over(zeros, shape, grad)
+        out = self._warm(shape, grad)
+        return None if out is None else out.zero_()
 
     def _is_it(self, shape: tuple[int, int], like: Tensor) -> bool:
         return shape[0] * shape[1] * like.element_size() == self._nbytes
@@ -110,13 +120,17 @@ class WarmGradient(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyp
         if memory is None:
             return None
         self._nbytes = -1
-        return torch.empty(0, dtype=like.dtype).set_(memory, 0, shape, (shape[1], 1))
+        return _over(memory, shape, like)
+
+
+def _over(memory: UntypedStorage, shape: tuple[int, int], like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=like.dtype).set_(memory, 0, shape, (shape[1], 1))
 
 
 def _add_rows(out: Tensor, grad: Tensor, indices: Tensor, padding: int) -> Tensor:
-    """The gradient of an embedding in `out`."""
+    """The gradient of an embedding in `out`, which is zeros."""
     rows, indices = grad.reshape(-1, grad.shape[-1]), indices.flatten()
     if padding >= 0:
         is_used = indices != padding
         rows, indices = rows[is_used], indices[is_used]
-    return out.zero_().index_add_(0, indices, rows)
+    return out.index_add_(0, indices, rows)

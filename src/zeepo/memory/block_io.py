@@ -13,6 +13,7 @@ import ctypes
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -20,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from zeepo.errors import CorruptionError
 from zeepo.memory import native_blocks
 from zeepo.memory.files import ScratchFile
-from zeepo.memory.mapping import Mapping, round_up
+from zeepo.memory.mapping import Mapping, address_of, round_up
 from zeepo.memory.native_blocks import FILE_ENDED, WRONG_CHECKSUM, NativeBlock
 from zeepo.memory.pool import Buffer
 from zeepo.memory.tier import Describe, Extent, Piece, assemble
@@ -33,23 +34,42 @@ GRAIN_BYTES = 512 << 10
 class Block:
     """A run of bytes of an extent, where it lies in a file, and the checksums of its grains."""
 
-    __slots__ = ("checksums", "file", "high", "low", "native", "offset")
+    __slots__ = ("checksums", "file", "grain_bytes", "high", "low", "native", "offset")
 
-    def __init__(self, low: int, high: int, file: ScratchFile, offset: int) -> None:
+    def __init__(
+        self,
+        low: int,
+        high: int,
+        file: ScratchFile,
+        offset: int,
+        grain_bytes: int = GRAIN_BYTES,
+        checksums: memoryview | None = None,
+    ) -> None:
         self.low = low
         self.high = high
         self.file = file
         self.offset = offset
-        self.checksums = array("Q", bytes(8 * -(-(high - low) // GRAIN_BYTES)))
+        self.grain_bytes = grain_bytes
+        if checksums is None:
+            checksums = memoryview(array("Q", bytes(8 * -(-(high - low) // grain_bytes))))
+        self.checksums = checksums
         self.native = NativeBlock(
             fd=file.fd,
             alignment=file.alignment_bytes,
             offset=offset,
             low=low,
             high=high,
-            grain_bytes=GRAIN_BYTES,
-            checksums=self.checksums.buffer_info()[0],
+            grain_bytes=grain_bytes,
+            checksums=address_of(checksums),
         )
+
+    def part(self, at: int, nbytes: int, low: int) -> "Block":
+        """Whole grains of it, from byte `at` of the extent on, as if they were bytes `low` on.
+        Their checksums are those of this block."""
+        start = at - self.low
+        first, stop = start // self.grain_bytes, -(-(start + nbytes) // self.grain_bytes)
+        checksums = self.checksums[first:stop]
+        return Block(low, low + nbytes, self.file, self.offset + start, self.grain_bytes, checksums)
 
     @property
     def nbytes(self) -> int:
@@ -57,16 +77,30 @@ class Block:
 
     def take_checksums(self, content: memoryview, at: int = 0) -> None:
         """Of what the block holds from `at` on, where a grain begins."""
-        for index, found in enumerate(_checksums(content), at // GRAIN_BYTES):
+        for index, found in enumerate(self._checksums_of(content), at // self.grain_bytes):
             self.checksums[index] = found
 
     def is_right(self, content: memoryview) -> bool:
-        return array("Q", _checksums(content)) == self.checksums
+        return list(self._checksums_of(content)) == self.checksums.tolist()
+
+    def _checksums_of(self, content: memoryview) -> Iterator[int]:
+        for start, stop in self.grains(0, content.nbytes):
+            yield xxh3_64_intdigest(content[start:stop])
+
+    def grains(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        for start in range(low, high, self.grain_bytes):
+            yield start, min(start + self.grain_bytes, high)
 
 
-def _checksums(content: memoryview) -> Iterator[int]:
-    for start, stop in _grains(0, content.nbytes):
-        yield xxh3_64_intdigest(content[start:stop])
+@dataclass(frozen=True)
+class Run:
+    """Whole grains in one block of an extent, and their place in memory."""
+
+    at: int
+    """Byte of the extent."""
+    low: int
+    """Byte of the memory."""
+    nbytes: int
 
 
 class DiskExtent(Extent):
@@ -146,7 +180,7 @@ class PythonBlocks:
             source = piece.memory[low - piece.low : high - piece.low]
             block.take_checksums(source)
             file.write(block.offset, [source[:direct_bytes]])
-        for start, stop in _grains(low + direct_bytes, high):
+        for start, stop in block.grains(low + direct_bytes, high):
             padded_bytes = round_up(stop - start, file.alignment_bytes)
             assemble(sources.pieces, start, stop, staging_address)
             ctypes.memset(staging_address + stop - start, 0, padded_bytes - (stop - start))
@@ -162,7 +196,7 @@ class PythonBlocks:
         direct_bytes = _direct_bytes(block, address + low)
         if direct_bytes:
             file.read(block.offset, [target[low : low + direct_bytes]])
-        for start, stop in _grains(low + direct_bytes, high):
+        for start, stop in block.grains(low + direct_bytes, high):
             padded_bytes = round_up(stop - start, file.alignment_bytes)
             file.read(block.offset + start - low, [staging[:padded_bytes]])
             ctypes.memmove(address + start, staging_address, stop - start)
@@ -174,11 +208,6 @@ def _direct_bytes(block: Block, address: int) -> int:
     """How many bytes of a block move without a copy when its memory is at `address`."""
     alignment = block.file.alignment_bytes
     return 0 if address % alignment else block.nbytes // alignment * alignment
-
-
-def _grains(low: int, high: int) -> Iterator[tuple[int, int]]:
-    for start in range(low, high, GRAIN_BYTES):
-        yield start, min(start + GRAIN_BYTES, high)
 
 
 def _corruption(extent: DiskExtent, block: Block) -> CorruptionError:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from zeepo.errors import DiskError, InternalError
-from zeepo.memory.block_io import GRAIN_BYTES, Block, DiskExtent, Sources, block_io
+from zeepo.memory.block_io import GRAIN_BYTES, Block, DiskExtent, Run, Sources, block_io
 from zeepo.memory.disk_directory import DiskDirectory
 from zeepo.memory.mapping import PAGE_BYTES, Mapping, address_of, round_up
 from zeepo.memory.pool import Buffer, BufferPool
@@ -115,8 +115,17 @@ class DiskTier:
     def seconds_busy(self) -> float:
         return self._queue.seconds_busy
 
-    def allocate(self, label: str, nbytes: int, describe: Describe | None = None) -> Extent:
-        """Room for `nbytes`. Waits for pending frees rather than refuse what they make room for."""
+    def allocate(
+        self,
+        label: str,
+        nbytes: int,
+        describe: Describe | None = None,
+        grain_bytes: int = GRAIN_BYTES,
+    ) -> Extent:
+        """Room for `nbytes`. Waits for pending frees rather than refuse what they make room for.
+
+        Every `grain_bytes` of a block have a checksum: the least that can be moved alone.
+        """
         extent = DiskExtent(label, nbytes, describe)
         num_blocks = -(-nbytes // self.block_bytes)
         with self._changed:
@@ -133,7 +142,9 @@ class DiskTier:
                 extent.regions.append((directory.space.allocate(size), size))
             self._used_bytes += padded_bytes
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        extent.blocks = [self._place(extent, phase, number) for number in range(num_blocks)]
+        extent.blocks = [
+            self._place(extent, phase, number, grain_bytes) for number in range(num_blocks)
+        ]
         return extent
 
     def write(self, extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> Future[None]:
@@ -150,6 +161,44 @@ class DiskTier:
         address = address_of(checked)
         parts = [partial(self._read_block, own, block, checked, address) for block in own.blocks]
         return self._queue.submit(own.lane, parts, exclusive=False)
+
+    def write_runs(self, extent: Extent, runs: Sequence[Run], source: memoryview) -> Future[None]:
+        """Replace whole grains of an extent; what no run names stays as it is."""
+        own = _own(extent)
+        sources = Sources(check_pieces(own, [(0, source)], source.nbytes))
+        parts = [
+            partial(self._write_blocks, blocks, sources)
+            for blocks in self._shares(own, runs, source.nbytes)
+        ]
+        future = self._queue.submit(own.lane, parts, exclusive=True)
+        own.num_writes += 1
+        return future
+
+    def read_runs(
+        self, extent: Extent, runs: Sequence[Run], target: memoryview, *, is_urgent: bool = False
+    ) -> Future[None]:
+        """Read whole grains of an extent, each of them written before; somebody waits for them if
+        that is urgent."""
+        own = _own(extent, to_read=True)
+        address = address_of(target)
+        parts = [
+            partial(self._read_blocks, own, blocks, target, address)
+            for blocks in self._shares(own, runs, target.nbytes)
+        ]
+        return self._queue.submit(own.lane, parts, exclusive=False, is_urgent=is_urgent)
+
+    def _shares(
+        self, extent: DiskExtent, runs: Sequence[Run], memory_bytes: int
+    ) -> list[list[Block]]:
+        """Runs as parts of blocks, a share for each thread."""
+        blocks: list[Block] = []
+        for run in runs:
+            block = extent.blocks[run.at // self.block_bytes]
+            if run.at + run.nbytes > block.high or run.low + run.nbytes > memory_bytes:
+                raise InternalError(f"{run} does not lie in a block of {extent.label!r}")
+            blocks.append(block.part(run.at, run.nbytes, run.low))
+        num_shares = min(len(self._staging), len(blocks))
+        return [blocks[share::num_shares] for share in range(num_shares)]
 
     def free(self, extent: Extent) -> None:
         own = _own(extent)
@@ -227,12 +276,12 @@ class DiskTier:
             f"{enough_bytes(self._used_bytes + padded_bytes)} for this alone), or keep more in ram."
         )
 
-    def _place(self, extent: DiskExtent, phase: int, number: int) -> Block:
+    def _place(self, extent: DiskExtent, phase: int, number: int, grain_bytes: int) -> Block:
         low = number * self.block_bytes
         directory, slot = self._pattern.locate(phase, number)
         offset = extent.regions[directory][0] + slot * self.block_bytes
         high = min(low + self.block_bytes, extent.nbytes)
-        return Block(low, high, self.directories[directory].file, offset)
+        return Block(low, high, self.directories[directory].file, offset, grain_bytes)
 
     def _give_back(self, extent: DiskExtent) -> None:
         with self._changed:
@@ -241,6 +290,21 @@ class DiskTier:
                 self._used_bytes -= size
             self._num_pending_frees -= 1
             self._changed.notify_all()
+
+    def _write_blocks(self, blocks: Sequence[Block], sources: Sources, thread_index: int) -> None:
+        for block in blocks:
+            self._write_block(block, sources, thread_index)
+
+    def _read_blocks(
+        self,
+        extent: DiskExtent,
+        blocks: Sequence[Block],
+        target: memoryview,
+        address: int,
+        thread_index: int,
+    ) -> None:
+        for block in blocks:
+            self._read_block(extent, block, target, address, thread_index)
 
     def _write_block(self, block: Block, sources: Sources, thread_index: int) -> None:
         self._block_io.write(block, sources, thread_index)

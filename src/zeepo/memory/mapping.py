@@ -109,3 +109,21 @@ class Mapping:
         source, target = giver.address + giver_offset_bytes, self.address + offset_bytes
         _can_move_pages = _move_pages(source, target, nbytes)
         return nbytes if _can_move_pages else 0
+
+
+class SparsePages:
+    """Zeros of which only the pages take memory that somebody has written to."""
+
+    __slots__ = ("_area", "memory")
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._area = mmap.mmap(-1, max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES)), flags=flags)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._area.madvise(mmap.MADV_NOHUGEPAGE)
+        self.memory = memoryview(self._area)
+
+    def forget(self) -> None:
+        """All of it is zeros again, and takes no memory."""
+        self._area.madvise(mmap.MADV_DONTNEED)

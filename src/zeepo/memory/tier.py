@@ -100,17 +100,21 @@ class Piece:
         self.address = address_of(memory)
 
 
-def check_pieces(extent: Extent, pieces: Sequence[tuple[int, memoryview]]) -> list[Piece]:
-    """The pieces as flat bytes with their addresses, empty ones dropped; raises if malformed."""
+def check_pieces(
+    extent: Extent, pieces: Sequence[tuple[int, memoryview]], end_bytes: int | None = None
+) -> list[Piece]:
+    """The pieces as flat bytes with their addresses, empty ones dropped; raises if malformed.
+    `end_bytes` is where they have to end, if not with the extent."""
+    limit_bytes = extent.nbytes if end_bytes is None else end_bytes
     checked: list[Piece] = []
     end = 0
     for offset, memory in pieces:
         if memory.nbytes == 0:
             continue
         piece = Piece(offset, flat_bytes(extent, memory))
-        if offset < end or piece.high > extent.nbytes:
+        if offset < end or piece.high > limit_bytes:
             raise InternalError(
-                f"write of {extent.label!r} ({extent.nbytes} bytes): piece at {offset} to "
+                f"write of {extent.label!r} ({limit_bytes} bytes): piece at {offset} to "
                 f"{piece.high} overlaps another, is out of order or passes the end"
             )
         checked.append(piece)

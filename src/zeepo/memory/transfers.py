@@ -4,8 +4,8 @@ Invariant: within a lane (one per extent) requests take effect in submission ord
 request (read) starts after the last exclusive one (write) before it is done, an exclusive one
 after everything before it. No thread ever waits for another request: a blocked request is simply
 not in the queue yet, so any number of requests is safe with any number of threads. Among runnable
-parts the oldest request's go first. A request's future is done only when none of its parts runs
-any more.
+parts those of urgent requests go first, then the oldest request's. A request's future is done only
+when none of its parts runs any more.
 
 The threads call only what they are handed; nothing that is handed to them calls torch.
 """
@@ -46,7 +46,7 @@ class Lane:
 
 class _Request:
     __slots__ = (
-        "dependents", "error", "exclusive", "first_failed", "future", "lane",
+        "dependents", "error", "exclusive", "first_failed", "future", "is_urgent", "lane",
         "num_blockers", "num_parts_left", "on_done", "parts", "sequence",
     )  # fmt: skip
 
@@ -56,9 +56,11 @@ class _Request:
         lane: Lane,
         parts: Sequence[Part],
         exclusive: bool,
+        is_urgent: bool,
         on_done: Callable[[], None] | None,
     ) -> None:
         self.sequence = sequence
+        self.is_urgent = is_urgent
         self.lane = lane
         self.parts = parts
         self.exclusive = exclusive
@@ -80,7 +82,7 @@ class TransferQueue:
         self.name = name
         self._owner_pid = os.getpid()
         self._changed = threading.Condition()
-        self._ready: list[tuple[int, int, _Request, Part]] = []
+        self._ready: list[tuple[bool, int, int, _Request, Part]] = []
         self._blocked: set[_Request] = set()
         self._next_sequence = 0
         self._is_closed = False
@@ -101,12 +103,13 @@ class TransferQueue:
         parts: Sequence[Part],
         *,
         exclusive: bool,
+        is_urgent: bool = False,
         on_done: Callable[[], None] | None = None,
     ) -> Future[None]:
         """Queue a request. `on_done` runs just before the future completes, failed or not."""
         with self._changed:
             self._check_usable()
-            request = _Request(self._next_sequence, lane, parts, exclusive, on_done)
+            request = _Request(self._next_sequence, lane, parts, exclusive, is_urgent, on_done)
             self._next_sequence += 1
             self._block(request)
             finished: list[_Request] = []
@@ -130,7 +133,7 @@ class TransferQueue:
             return  # A forked child has none of the threads.
         with self._changed:
             self._is_closed = True
-            abandoned = {request for _, _, request, _ in self._ready} | self._blocked
+            abandoned = {request for _, _, _, request, _ in self._ready} | self._blocked
             self._ready.clear()
             self._blocked.clear()
             self._changed.notify_all()
@@ -176,7 +179,8 @@ class TransferQueue:
             self._finish(request, finished)
             return
         for index, part in enumerate(request.parts):
-            heapq.heappush(self._ready, (request.sequence, index, request, part))
+            place = not request.is_urgent, request.sequence, index
+            heapq.heappush(self._ready, (*place, request, part))
         self._changed.notify(len(request.parts))
         request.parts = ()
 
@@ -214,7 +218,7 @@ class TransferQueue:
                     self._changed.wait()
                 if self._is_closed:
                     return
-                _, index, request, part = heapq.heappop(self._ready)
+                _, _, index, request, part = heapq.heappop(self._ready)
                 is_in_vain = request.error is not None
                 if not self._num_running:
                     self._busy_since = time.perf_counter()
