@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -25,11 +25,12 @@ from zeepo.chunks.foresight import Foresight
 from zeepo.chunks.layout import Layout
 from zeepo.chunks.losses import give_up
 from zeepo.chunks.moves import Moves
-from zeepo.chunks.storages import new_storage, swap_memory
+from zeepo.chunks.storages import is_in_backward, new_storage, swap_memory
 from zeepo.errors import BudgetError, DiskError, InternalError, SessionError
 from zeepo.memory.budget import RamBudget
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import Buffer, BufferPool
+from zeepo.memory.rises import BETWEEN_USES
 from zeepo.memory.spares import WORTH_KEEPING_BYTES
 from zeepo.memory.tier import Tier
 from zeepo.sabotage import sabotaged
@@ -239,7 +240,7 @@ class ChunkStore:
                 chunk.leases += 1
                 chunk.last_lease = self._num_leases = self._num_leases + 1
             try:
-                self.look_at_budget()
+                self.look_at_budget((*(c.key for c in chunks), is_in_backward()))
                 self.foresight.note_need(chunks)
                 for chunk in chunks:
                     self.moves.start_fetch(chunk)
@@ -259,13 +260,13 @@ class ChunkStore:
             self.pool.end_step()
             self.read_ahead()
 
-    def look_at_budget(self) -> None:
+    def look_at_budget(self, use: Hashable = BETWEEN_USES) -> None:
         """Follow the process's growth; chunks leave when torch has taken their room."""
         if self.budget is None or self._is_closing:
             return
         with self.lock:
             self.moves.note_progress()
-            self.budget.look()
+            self.budget.look(use)
             if self.ledger.used_bytes > (self.ledger.limit_bytes or 0):
                 self.moves.shrink_to_limit()
 
@@ -274,9 +275,8 @@ class ChunkStore:
         with self.lock:
             self.look_at_budget()
             if self.budget is not None and not self._is_closing:
-                self.budget.expect(nbytes)
-                with self.budget.all_offered(), contextlib.suppress(BudgetError):
-                    self.moves.make_ledger_room(nbytes)
+                with self.budget.expecting(nbytes), contextlib.suppress(BudgetError):
+                    self.moves.make_ledger_room(0)
 
     def wait(self, future: Future[None]) -> None:
         """Wait for a transfer of somebody else's, and count the time."""

@@ -14,7 +14,9 @@ can still give, and the same happens.
 
 When torch takes more although the heap keeps more than a share of the budget, that is given back:
 torch takes blocks of other sizes then, which fit into none of the free ones and come on top. Not
-while torch has so much less than in the last steps that they are among what is left to it.
+while torch has so much less than in the last steps that they are among what is left to it, unless
+what came after this moment in the last steps (large logits, of which the heap has no blocks) would
+not fit beside them.
 
 When memory is short, free heap memory is given back first, then chunks leave (the store's work),
 then saved activations are sent down. When all that does not help the process is over its budget,
@@ -23,13 +25,13 @@ and `over_bytes` says by how much.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 from zeepo.memory.heap import HeapUse, give_back_free_memory, heap_use
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
-from zeepo.memory.rises import LEDGER_SLACK_SHARE, SPILL_SLACK_SHARE, Rises
+from zeepo.memory.rises import LEDGER_SLACK_SHARE, SPILL_SLACK_SHARE, Moments, Rises
 from zeepo.memory.spares import SPARE_TAG
 from zeepo.units import MiB
 
@@ -82,6 +84,7 @@ class RamBudget:
         self._floor_bytes = floor_bytes
         """Always the ledger's, however much torch takes: little, so that small sessions go on."""
         self._rises = Rises(ram_bytes)
+        self._moments = Moments()
         self._last_bytes = 0
         self._least_bytes = 0
         """The least that torch had since the heap was last asked what it keeps."""
@@ -89,6 +92,9 @@ class RamBudget:
         """What nobody was seen to use when free heap memory was last given back, or less since:
         torch's code, and below zero what the heap had before the process was seen to grow."""
         self._expected_bytes = 0
+        """What torch was said to take since the last look..."""
+        self._coming_bytes = 0
+        """...and what room is being made for."""
         self._recent_limits: deque[int] = deque(maxlen=SLOW_TO_RISE)
         """Of the ledger without its guests."""
         self._taken_by_step: deque[int] = deque(maxlen=STEPS_REMEMBERED)
@@ -150,26 +156,38 @@ class RamBudget:
         """What the process could still grow by, if torch took nothing more."""
         return self.allowed_bytes - self._growth_bytes() - self._pool.fresh_bytes
 
-    def look(self) -> None:
-        """Read how large the process is and set the ledger's limit."""
+    def look(self, use: Hashable | None = None) -> None:
+        """Read how large the process is and set the ledger's limit; None: the moment is the one of
+        the last look."""
         unmanaged = self._read()
         if self._recent_limits:  # at the first look all that was there before seems to be new
             rise_bytes = unmanaged - self._last_bytes - self._expected_bytes
             self._rises.note_rise(rise_bytes)
+            self._moments.note_rise(rise_bytes)
         self._expected_bytes = 0
+        if use is not None:
+            self._moments.arrive(use)
         if self._keeps_too_much(unmanaged):
             unmanaged = self._trim()
         self._last_bytes = unmanaged
-        if unmanaged + self._ledger.used_bytes + self._spill_slack() > self.allowed_bytes:
-            self._last_bytes = unmanaged = self._relieve(unmanaged)
+        coming_bytes = self._coming_after_this()
+        soon = unmanaged + self._ledger.used_bytes + max(coming_bytes, self._spill_slack())
+        if soon > self.allowed_bytes:
+            self._last_bytes = unmanaged = self._relieve(unmanaged, coming_bytes)
         taken = unmanaged + self._ledger.guest_bytes
         self._note_taken(taken)
         self._note_had(taken)
-        self._recent_limits.append(self._limit(taken))
+        known_limit = max(self._floor_bytes, self.allowed_bytes - taken - coming_bytes)
+        self._recent_limits.append(min(self._limit(taken), known_limit))
         self._set_limit()
         self._num_looks += 1
         if self._num_looks >= LOOKS_OF_A_STEP:
             self._begin_step()
+
+    def _coming_after_this(self) -> int:
+        """What torch will take before the next look, by what it took in the last steps; at a moment
+        that is new the steady limit must do."""
+        return self._moments.to_come() or 0
 
     def _keeps_too_much(self, unmanaged: int) -> bool:
         """Asked when torch has taken more: to ask the heap takes longer than all else here."""
@@ -228,19 +246,28 @@ class RamBudget:
         self._note_had(taken)
 
     @contextmanager
-    def all_offered(self) -> Iterator[None]:
-        """What is left to torch is room for what is made meanwhile."""
+    def expecting(self, nbytes: int) -> Iterator[None]:
+        """The limit as it is once torch has taken so much, while room is made for that.
+
+        What is foreseen anyway comes from what is left to torch, so no chunk has to leave: the rise
+        is known and ends where rises end, it does not come on top of one that is not.
+        """
+        if self._last_bytes + self._ledger.used_bytes + nbytes > self.allowed_bytes:
+            self._last_bytes = self._relieve(self._last_bytes, nbytes)
+        self.expect(nbytes)
+        self._coming_bytes = nbytes
         self._ledger.limit_bytes = self.most_bytes
         try:
             yield
         finally:
+            self._coming_bytes = 0
             self._set_limit()
 
     @property
     def most_bytes(self) -> int:
         """The limit, if nothing were left to torch that it does not have."""
         guest_bytes = self._ledger.guest_bytes
-        return self._limit(self._last_bytes + guest_bytes) + guest_bytes
+        return self._limit(self._last_bytes + guest_bytes + self._coming_bytes) + guest_bytes
 
     def lend(self, nbytes: int) -> bool:
         """Let the ledger have room that is left to torch, until the next look; False if there is
@@ -280,6 +307,7 @@ class RamBudget:
     def end_step(self) -> None:
         """What the last steps showed is what the next is prepared for."""
         self._rises.end_step()
+        self._moments.end_step()
         self._judge_keeping()
         self._begin_step()
 
@@ -326,10 +354,11 @@ class RamBudget:
     def _rise_to_come(self, slack_bytes: int, taken: int) -> int:
         return slack_bytes if self._is_short else self._rises.still_to_come(slack_bytes, taken)
 
-    def _relieve(self, unmanaged: int) -> int:
+    def _relieve(self, unmanaged: int, coming_bytes: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move.
 
-        What torch had at once in the last steps it will take again: a share is kept for it.
+        What torch had at once in the last steps it will take again: a share is kept for it, unless
+        what comes at once does not fit beside that.
         """
         taken = unmanaged + self._ledger.guest_bytes
         takes_more = taken > max(self._taken_by_step, default=0)
@@ -337,7 +366,8 @@ class RamBudget:
         if is_missing and self.let_spares_go is not None and self.let_spares_go():
             unmanaged = self._read()
             is_missing = self._missing(unmanaged) > 0
-        is_wanted = takes_more or is_missing
+        soon = unmanaged + self._ledger.used_bytes + coming_bytes
+        is_wanted = takes_more or is_missing or soon > self.allowed_bytes
         if is_wanted or not self._is_below_left(taken):
             kept = self._find_kept_bytes()
             if kept >= (WORTH_TRIMMING_BYTES if is_wanted else self._may_be_kept_bytes()):

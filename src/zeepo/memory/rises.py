@@ -6,9 +6,14 @@ as much already, the rise is over: it ends at that most and an eighth. When torc
 than ever, nothing is known any more, and the whole slack counts for the rest of the step. A batch
 that is larger than those of the last steps may therefore take up to a rise more than was kept free
 for it.
+
+Large rises come at the same moments of each step: after the head of a language model was leased
+come its logits. What came after a moment in the last steps is known when it comes again, in time to
+empty the heap, whose free blocks would otherwise come on top.
 """
 
 from collections import deque
+from collections.abc import Hashable
 
 from zeepo.units import MiB
 
@@ -85,3 +90,37 @@ class Rises:
             return slack_bytes
         end = int((1 + GROWTH_SHARE) * known)
         return min(slack_bytes, max(LEAST_SLACK_BYTES, end - taken))
+
+
+BETWEEN_USES = "between uses"
+
+
+class Moments:
+    """What came after each moment, in the last steps: after the use of a chunk, or after the n-th
+    look since then."""
+
+    def __init__(self) -> None:
+        self._now: tuple[Hashable, int] = (None, 0)
+        self._recent: dict[tuple[Hashable, int], int] = {}
+        """Moment -> the largest rise after it, in up to so many steps as are remembered..."""
+        self._before: dict[tuple[Hashable, int], int] = {}
+        """...and in as many before those."""
+        self._num_steps = 0
+
+    def note_rise(self, nbytes: int) -> None:
+        """So much came since the last look."""
+        self._recent[self._now] = max(nbytes, self._recent.get(self._now, 0))
+
+    def arrive(self, use: Hashable) -> None:
+        """At the use of a chunk, or between uses."""
+        self._now = (self._now[0], self._now[1] + 1) if use == BETWEEN_USES else (use, 0)
+
+    def to_come(self) -> int | None:
+        """What is known to come after this moment; None if it is a new one."""
+        known = [seen[self._now] for seen in (self._recent, self._before) if self._now in seen]
+        return int((1 + GROWTH_SHARE) * max(known)) if known else None
+
+    def end_step(self) -> None:
+        self._num_steps += 1
+        if self._num_steps % RISES_KEPT == 0:
+            self._before, self._recent = self._recent, {}
