@@ -4,7 +4,8 @@ Practicality is the time of a step in memory over the time of the same step offl
 PyTorch (fused AdamW) and zeepo train the same GPT on the same batches in turns of a few steps, each
 in a process of its own, because `ram` bounds the growth of zeepo's; the other waits meanwhile. The
 first steps of a turn do not count, because they meet what the other left behind. The figure is the
-median over turns. Losses must be equal bit for bit.
+median over turns. Losses must be equal bit for bit. On disk the model is built inside the budget,
+and what the process grew by at most is told beside it.
 
 Exposed time is what a step takes beyond its largest part alone: the plain step of the same turn
 (compute), or the bytes that zeepo moved, with the disk tier alone. The disk is a link in each
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,6 +43,7 @@ from disk_speed import TierWay, tier_run
 from gpt import GPT, GPTConfig
 
 import zeepo
+from zeepo.planner.machine import peak_resident_growth_bytes
 
 LARGE = GPTConfig(num_layers=24, width=1024, num_heads=16, sequence=256, checkpointing=True)
 SHORT = GPTConfig(num_layers=4, width=256, num_heads=4, sequence=64, checkpointing=True)
@@ -72,9 +75,10 @@ class Turns:
 class Trainer:
     """One model with its optimizer, trained step by step."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, building: AbstractContextManager[Any] | None = None):
         torch.manual_seed(0)
-        self.model = GPT(config)
+        with building or nullcontext():
+            self.model = GPT(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.losses: list[float] = []
 
@@ -141,7 +145,9 @@ def compare(
     config: GPTConfig, num_sequences: int, turns: Turns, options: Mapping[str, Any], folder: str
 ) -> dict[str, Any]:
     """Train plainly and under zeepo in turns, and then the disk alone."""
-    plain, disk, managed = PlainProcess(config), DiskProcess(folder), Trainer(config)
+    plain, disk = PlainProcess(config), DiskProcess(folder)
+    place = {name: options[name] for name in ("ram", "disk") if name in options}
+    managed = Trainer(config, zeepo.lazy(**place) if place else None)
     with zeepo.init(managed.model, managed.optimizer, **options) as session:
         generator = torch.Generator().manual_seed(1)
         pairs: list[tuple[float, float]] = []
@@ -172,6 +178,8 @@ def compare(
                 flush=True,
             )
         minimum_ram = session.plan.minimum_ram
+        grown_bytes = peak_resident_growth_bytes()
+        print(f"  the process grew by {grown_bytes / 2**30:.2f} GiB at most", flush=True)
     plain.close()
     disk.close()
     counted = pairs[turns.num_warm_up :]
@@ -188,6 +196,7 @@ def compare(
         "turns": asdict(turns),
         "losses_bit_equal": plain.losses == managed.losses,
         "minimum_ram": minimum_ram,
+        "peak_growth_bytes": grown_bytes,
     }
 
 
@@ -317,6 +326,7 @@ def _show(report: Mapping[str, Any], path: Path) -> None:
             f"{run['per_step']['disk->ram'] / 1e9:.2f}",
             f"{run['per_step']['ram->disk'] / 1e9:.2f}",
             f"{run['disk_alone_seconds']:.2f}" if "disk_alone_seconds" in run else "",
+            f"{run['peak_growth_bytes'] / 2**30:.2f}" if "peak_growth_bytes" in run else "",
             _percent(run.get("exposed_shares", [run["exposed_share"]])),
             _percent(run.get("exposed_by_direction_shares", [])),
             "yes" if run["losses_bit_equal"] else "NO",
@@ -325,7 +335,7 @@ def _show(report: Mapping[str, Any], path: Path) -> None:
     ]
     heads = (
         "way", "tokens", "plain s", "zeepo s", "practicality", "GB read", "GB written",
-        "disk alone, s", "exposed, %", "by direction, %", "same losses",
+        "disk alone, s", "grew, GiB", "exposed, %", "by direction, %", "same losses",
     )  # fmt: skip
     reporting.print_table(str(report["question"]), heads, rows)
     _plot(report, path)

@@ -263,6 +263,59 @@ def test_whatever_happens_to_it(event: str, tmp_path: Path) -> None:
         assert pages[13] == NUM_PAGES
 
 
+@pytest.mark.parametrize("change", ["in_place", "detached", "data", "returned"])
+def test_a_hook_that_changes_the_gradient(change: str, tmp_path: Path) -> None:
+    """What it wrote is in every row, not only in those that were looked up."""
+
+    def hook(grad: Tensor) -> Tensor | None:
+        target = {"detached": grad.detach(), "data": grad.data}.get(change, grad)
+        target.add_(1e-3)
+        return grad if change == "returned" else None
+
+    def do(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 3:
+            model.tokens.weight.register_hook(hook)
+
+    compare("adamw_fused", tmp_path, 8, do)
+
+
+@pytest.mark.parametrize(
+    ("way", "is_cut"),
+    [
+        ("read", True),
+        ("read", False),
+        ("change", True),
+        ("change", False),
+        ("numpy", False),
+        ("numpy_change", False),
+        ("late_numpy", False),
+    ],
+)
+def test_states_that_somebody_touched_before(way: str, is_cut: bool, tmp_path: Path) -> None:
+    """Just before the parameter becomes a table, and read again when it is one."""
+    held: dict[int, Any] = {}
+
+    def do(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+        state = optimizer.state[model.tokens.weight]["exp_avg"]
+        if step == (2 if way == "late_numpy" else 0):
+            with torch.no_grad():
+                state.mul_(0.5) if way == "change" else state.sum()
+            if "numpy" in way:
+                held[id(model)] = state.numpy()
+        elif way == "numpy_change" and step == 2:
+            held[id(model)][:] *= 0.5
+        elif step == 4:
+            sums.setdefault(id(model), []).append(float(state.sum()))
+            if id(model) in held:
+                sums[id(model)].append(float(held[id(model)].sum(dtype="float64")))
+
+    sums: dict[int, list[float]] = {}
+    with tuned(piece_bytes=(1 << 20) + 64 * 7 if is_cut else 32 << 20):
+        compare("adamw_fused", tmp_path, 7, do)
+    plain, managed = sums.values()
+    assert plain == managed
+
+
 def test_a_tied_embedding_never_becomes_one(tmp_path: Path) -> None:
     pages: list[int] = []
     compare(

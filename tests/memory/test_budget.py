@@ -3,24 +3,26 @@
 import pytest
 
 from zeepo.memory import budget as budget_module
+from zeepo.memory import heap as heap_module
 from zeepo.memory.budget import (
     KEPT_SHARE,
     LEFT_TO_TORCH_SHARE,
     SLOW_TO_RISE,
     STEPS_REMEMBERED,
     SYSTEM_MARGIN_BYTES,
-    WORTH_TRIMMING_BYTES,
     RamBudget,
 )
-from zeepo.memory.heap import HeapUse
+from zeepo.memory.heap import WORTH_TRIMMING_BYTES, HeapUse
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.rises import (
     BETWEEN_USES,
     FIRST_SLACK_BYTES,
+    FORETOLD_SHARE,
     GROWTH_SHARE,
     LEAST_SLACK_BYTES,
     RISES_KEPT,
+    STEPS_TO_GO_BY,
 )
 from zeepo.memory.spares import SPARE_TAG
 from zeepo.units import MiB
@@ -87,8 +89,8 @@ class Process:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     one = Process()
-    monkeypatch.setattr(budget_module, "give_back_free_memory", one.trim)
-    monkeypatch.setattr(budget_module, "heap_use", one.heap_use)
+    monkeypatch.setattr(heap_module, "give_back_free_memory", one.trim)
+    monkeypatch.setattr(heap_module, "heap_use", one.heap_use)
     return one
 
 
@@ -318,7 +320,7 @@ def test_the_heap_is_asked_only_when_torch_has_taken_more(
 
     process.torch_bytes = 300 * MiB
     process.look()
-    monkeypatch.setattr(budget_module, "heap_use", heap_use)
+    monkeypatch.setattr(heap_module, "heap_use", heap_use)
     for _ in range(100):
         process.torch_bytes = 300 * MiB + WORTH_TRIMMING_BYTES - MiB
         process.look()
@@ -499,6 +501,42 @@ def test_a_rise_is_forgotten_after_steps_without_it(process: Process) -> None:
     assert process.budget._moments.to_come() == int((1 + GROWTH_SHARE) * 10 * MiB)
 
 
+def test_what_is_foretold_is_left_free_though_no_look_sees_it(process: Process) -> None:
+    """Backward of a loss takes more than forward, and gives it back before anybody looks."""
+    process.torch_bytes = RESERVE
+    process.look()
+    process.budget.prepare_for(300 * MiB, 500 * MiB)
+    steps_with_a_rise(process, 150 * MiB, 450 * MiB)
+    process.torch_bytes = 450 * MiB
+    foretold = int((1 + FORETOLD_SHARE) * (RESERVE + 500 * MiB))
+    assert process.look() == RAM - foretold
+
+
+def test_the_kernel_tells_what_no_look_saw_and_did_not_fit(process: Process) -> None:
+    peaks = [0]
+    process.budget._peak_growth_bytes = lambda: peaks[-1]
+    steps_with_a_rise(process, 150 * MiB, 400 * MiB)
+    before = process.look()
+    peaks.append(RAM + 70 * MiB)
+    process.budget.end_step()
+    assert process.look_until_risen() == before - 70 * MiB
+    for _ in range(2 * RISES_KEPT):  # nothing is seen any more because it fits: it is not forgotten
+        steps_with_a_rise(process, 150 * MiB, 400 * MiB, num_steps=1)
+    assert process.look_until_risen() == before - 70 * MiB
+    assert process.budget.over_bytes == 70 * MiB
+    peaks.append(RAM + 80 * MiB)
+    process.budget.end_step()
+    assert process.look() == before - 80 * MiB
+
+
+def test_the_first_steps_say_nothing_of_what_no_look_sees(process: Process) -> None:
+    process.look()
+    process.budget._peak_growth_bytes = lambda: RAM + 70 * MiB
+    process.budget.end_step()
+    assert process.budget._rises.unseen_bytes == 0
+    assert process.budget.over_bytes == 70 * MiB
+
+
 def test_what_is_announced_finds_the_heap_empty(process: Process) -> None:
     process.torch_bytes = 200 * MiB
     for _ in range(2):
@@ -572,6 +610,13 @@ def test_only_a_foretold_rise_may_have_more_than_its_share(process: Process) -> 
     assert process.budget._slack() == process.budget._spill_slack() == 60 * MiB
     process.budget.ram_bytes = 400 * MiB
     process.budget.prepare_for(150 * MiB)
+    assert process.budget._slack() == process.budget._spill_slack() == 150 * MiB
+    for _ in range(STEPS_TO_GO_BY):
+        process.torch_bytes = 120 * MiB
+        process.look()
+        process.torch_bytes += 150 * MiB
+        process.look()
+        process.budget.end_step()
     assert process.budget._slack() == process.budget._spill_slack() == 100 * MiB
 
 

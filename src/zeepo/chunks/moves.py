@@ -112,10 +112,11 @@ class Moves:
             self.evict_for(nbytes)
 
     def make_ledger_room(self, nbytes: int) -> None:
-        """Evict until the ledger has room for memory that is not the pool's."""
-        while not self.ledger.can_reserve(nbytes):
+        """Evict until the ledger has room for memory that is not the pool's; for none, until it is
+        inside its limit."""
+        while self.ledger.headroom_bytes < nbytes:
             if self.pool.idle_bytes:
-                self.pool.trim(nbytes - self.ledger.free_bytes)
+                self.pool.trim(nbytes - self.ledger.headroom_bytes)
             else:
                 self.evict_for(nbytes)
 

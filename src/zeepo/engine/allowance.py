@@ -26,7 +26,11 @@ from zeepo.engine.team import Team
 from zeepo.engine.tuning import tuning
 from zeepo.errors import BudgetError, DiskError
 from zeepo.memory.budget import RamBudget
-from zeepo.planner.machine import resident_growth_bytes, spare_bytes
+from zeepo.planner.machine import (
+    peak_resident_growth_bytes,
+    resident_growth_bytes,
+    spare_bytes,
+)
 from zeepo.planner.plan import TORCH_GROWTH_BYTES, Plan
 from zeepo.planner.pressure import ReclaimRequests
 from zeepo.planner.units import Unit
@@ -101,6 +105,7 @@ class Allowance:
             self.growth_bytes,
             store.moves.movable_bytes,
             lambda growth: requests.spare_bytes(growth, spare_bytes),
+            lambda: peak_resident_growth_bytes() - self._excluded_bytes,
         )
         budget.let_spares_go = store.moves.spares.let_go
         if activations is not None:
@@ -173,7 +178,7 @@ class Allowance:
         if known is None or was_refused or known.peak_bytes < found.peak_bytes:
             self.plan = replace(self.plan, footprint=found)
         if manager.store.budget is not None:
-            manager.store.budget.prepare_for(found.rise_bytes)
+            manager.store.budget.prepare_for(found.rise_bytes, found.most_torch_bytes)
 
 
 def refuse_too_little(plan: Plan, *, has_disk: bool) -> None:

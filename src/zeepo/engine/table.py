@@ -190,7 +190,7 @@ class Table:
 
     def has_made(self, gradient: Tensor) -> bool:
         """Whether a gradient is the one that rows were added to, and nothing else is in it."""
-        if self._gradient_rows is None or not is_exclusive(gradient):
+        if self._gradient_rows is None or gradient._version or not is_exclusive(gradient):
             return False
         start = torch.frombuffer(self._gradient.memory, dtype=torch.uint8).data_ptr()
         return gradient.data_ptr() == start and gradient.is_contiguous()

@@ -147,6 +147,12 @@ class Tables:
 
     # -- updating ---------------------------------------------------------------------------------
 
+    def has_made(self, table: Table, gradient: Tensor) -> bool:
+        """Whether a gradient is one of rows alone: a hook may have changed it."""
+        assert table.home.parameter is not None
+        with plain_torch():
+            return not table.home.parameter._backward_hooks and table.has_made(gradient)
+
     def count_update(self, table: Table, recipe: Recipe) -> PastUpdate | None:
         """What one step does to a table; None when it has to be done in another way."""
         seen = self._states_of(table.home)
@@ -167,8 +173,10 @@ class Tables:
     def _make(self, home: Home, candidate: _Candidate) -> Table | None:
         """A table of a parameter, unless its states are not what they have to be."""
         self.stop_watching(home.chunk)
-        if home.chunk.before_use is not None or home.chunk.leases or home.grad is not None:
+        if home.chunk.before_use is not None or home.grad is not None:
             return None
+        if any(c.leases or c.raw_holds for c in self._step.changed_by_update(home.chunk)):
+            return None  # somebody has an address of it
         states = self._states_of(home)
         dtypes = {self._step.states.dtype(home, name) for name in states}
         if not self._step.has_all_states(home, len(states)) or dtypes - {home.plain.dtype}:
@@ -178,6 +186,7 @@ class Tables:
         record_bytes = PAGE_BYTES * (1 + len(states))
         table = None
         try:
+            self._step.states.settle_wholes(home.chunk)
             records = Records(tier, home.chunk.label + " by rows", _num_pages(home), record_bytes)
             table = Table(self._store, home, list(states), records)
             table.fill(self._step.states)

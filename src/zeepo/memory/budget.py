@@ -28,14 +28,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
-from zeepo.memory.heap import HeapUse, give_back_free_memory, heap_use
+from zeepo.memory.heap import WORTH_TRIMMING_BYTES, KeptMemory
 from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.rises import LEDGER_SLACK_SHARE, SPILL_SLACK_SHARE, Moments, Rises
 from zeepo.memory.spares import SPARE_TAG
 from zeepo.units import MiB
 
-WORTH_TRIMMING_BYTES = 16 * MiB
 SYSTEM_MARGIN_BYTES = 32 * MiB
 """What is left to the system when it runs short."""
 ASK_SYSTEM_SECONDS = 0.1
@@ -68,6 +67,7 @@ class RamBudget:
         growth_bytes: Callable[[], int],
         movable_bytes: Callable[[], int],
         spare_bytes: Callable[[int], int | None],
+        peak_growth_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._pool = pool
         self._ledger = pool.ledger
@@ -76,6 +76,9 @@ class RamBudget:
         """What could leave the ledger now."""
         self._spare_bytes = spare_bytes
         """What the system can still give a process that has grown so much."""
+        self._peak_growth_bytes = peak_growth_bytes
+        """The most that the process ever grew by, as the kernel saw it."""
+        self._known_peak_bytes = peak_growth_bytes()
         self._system_bytes: int | None = None
         """The growth that the system can bear, when it was last asked."""
         self._asked_at = 0.0
@@ -86,11 +89,7 @@ class RamBudget:
         self._rises = Rises(ram_bytes)
         self._moments = Moments()
         self._last_bytes = 0
-        self._least_bytes = 0
-        """The least that torch had since the heap was last asked what it keeps."""
-        self._unused_bytes = 0
-        """What nobody was seen to use when free heap memory was last given back, or less since:
-        torch's code, and below zero what the heap had before the process was seen to grow."""
+        self._kept = KeptMemory(growth_bytes, lambda: pool.mapped_bytes - pool.fresh_bytes)
         self._expected_bytes = 0
         """What torch was said to take since the last look..."""
         self._coming_bytes = 0
@@ -190,14 +189,11 @@ class RamBudget:
         return self._moments.to_come() or 0
 
     def _keeps_too_much(self, unmanaged: int) -> bool:
-        """Asked when torch has taken more: to ask the heap takes longer than all else here."""
-        self._least_bytes = min(self._least_bytes, unmanaged)
-        if unmanaged - self._least_bytes < WORTH_TRIMMING_BYTES:
+        if not self._kept.is_worth_asking(unmanaged):
             return False
-        self._least_bytes = unmanaged
         if self._is_below_left(unmanaged + self._ledger.guest_bytes):
             return False
-        return self._find_kept_bytes() > self._may_be_kept_bytes()
+        return self._kept.find_bytes() > self._may_be_kept_bytes()
 
     def _is_below_left(self, taken: int) -> bool:
         """Whether to give back what the heap keeps would move no limit: what torch had at once in
@@ -300,16 +296,28 @@ class RamBudget:
         self._recent_limits.clear()
         self.look()
 
-    def prepare_for(self, rise_bytes: int) -> None:
-        """Torch is foretold to take so much between two looks."""
-        self._rises.foretell(rise_bytes)
+    def prepare_for(self, rise_bytes: int, most_bytes: int = 0) -> None:
+        """Torch is foretold to take so much between two looks, and to have so much at most beside
+        what it has now, or will have at least."""
+        has_bytes = max(self._last_bytes, self._reserve_bytes) if most_bytes else 0
+        self._rises.foretell(rise_bytes, has_bytes + most_bytes)
 
     def end_step(self) -> None:
         """What the last steps showed is what the next is prepared for."""
+        self._note_unseen()
         self._rises.end_step()
         self._moments.end_step()
         self._judge_keeping()
         self._begin_step()
+
+    def _note_unseen(self) -> None:
+        """What the process had between two looks, if it was more than ever and than it may have."""
+        peak_bytes = self._peak_growth_bytes()
+        self.over_bytes = max(self.over_bytes, peak_bytes - self.ram_bytes)
+        excess_bytes = peak_bytes - max(self._known_peak_bytes, self.ram_bytes)
+        self._known_peak_bytes = max(self._known_peak_bytes, peak_bytes)
+        if excess_bytes > 0:
+            self._rises.note_unseen(excess_bytes)
 
     def _read(self) -> int:
         growth = self._growth_bytes()
@@ -343,16 +351,19 @@ class RamBudget:
 
     def _limit(self, taken: int) -> int:
         """Less what torch has taken and may take before the next look; at least its reserve."""
-        soon = taken + self._rise_to_come(self._slack(), taken)
-        return max(self._floor_bytes, self.allowed_bytes - max(soon, self._reserve_bytes))
+        soon = taken + self._rise_to_come(self._slack(), taken, is_whole=True)
+        left_bytes = self.allowed_bytes - max(soon, self._reserve_bytes) - self._rises.unseen_bytes
+        return max(self._floor_bytes, left_bytes)
 
     def _soon_taken(self, unmanaged: int) -> int:
         """What torch may have at the next look, of which activations can be sent down."""
         taken = unmanaged + self._ledger.guest_bytes
         return unmanaged + self._rise_to_come(self._spill_slack(), taken)
 
-    def _rise_to_come(self, slack_bytes: int, taken: int) -> int:
-        return slack_bytes if self._is_short else self._rises.still_to_come(slack_bytes, taken)
+    def _rise_to_come(self, slack_bytes: int, taken: int, *, is_whole: bool = False) -> int:
+        if self._is_short:
+            return slack_bytes
+        return self._rises.still_to_come(slack_bytes, taken, is_whole=is_whole)
 
     def _relieve(self, unmanaged: int, coming_bytes: int) -> int:
         """Memory is short: give back what nobody uses, before anything has to move.
@@ -369,7 +380,7 @@ class RamBudget:
         soon = unmanaged + self._ledger.used_bytes + coming_bytes
         is_wanted = takes_more or is_missing or soon > self.allowed_bytes
         if is_wanted or not self._is_below_left(taken):
-            kept = self._find_kept_bytes()
+            kept = self._kept.find_bytes()
             if kept >= (WORTH_TRIMMING_BYTES if is_wanted else self._may_be_kept_bytes()):
                 unmanaged = self._trim()
         self._note_had(unmanaged + self._ledger.guest_bytes)
@@ -383,19 +394,6 @@ class RamBudget:
         fixed = self._ledger.used_bytes - self._movable_bytes()
         return fixed + self._soon_taken(unmanaged) - self.allowed_bytes
 
-    def _find_kept_bytes(self) -> int:
-        """What the heap seems to have kept that was freed since it was last given back."""
-        heap = heap_use()
-        unused_bytes = self._find_unused_bytes(heap)
-        self._unused_bytes = min(self._unused_bytes, unused_bytes)
-        return min(unused_bytes - self._unused_bytes, heap.free_bytes)
-
-    def _find_unused_bytes(self, heap: HeapUse) -> int:
-        """The growth that is neither the pool's nor handed out by the heap."""
-        buffers = self._pool.mapped_bytes - self._pool.fresh_bytes
-        return self._growth_bytes() - buffers - heap.used_bytes
-
     def _trim(self) -> int:
-        give_back_free_memory()
-        self._unused_bytes = self._find_unused_bytes(heap_use())
+        self._kept.give_back()
         return self._read()

@@ -5,7 +5,12 @@ buffers, or a model left for the disk, that would count twice against the budget
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import NamedTuple
+
+from zeepo.units import MiB
+
+WORTH_TRIMMING_BYTES = 16 * MiB
 
 _LIBC = ctypes.CDLL(None)
 _TRIM = getattr(_LIBC, "malloc_trim", None)
@@ -48,6 +53,43 @@ def heap_use() -> HeapUse:
         return HeapUse(0, 0)
     info = _INFO()
     return HeapUse(int(info.used_bytes + info.mapped_bytes), int(info.free_bytes))
+
+
+class KeptMemory:
+    """What the heap of a growing process keeps of what was freed."""
+
+    def __init__(self, growth_bytes: Callable[[], int], others_bytes: Callable[[], int]) -> None:
+        self._growth_bytes = growth_bytes
+        self._others_bytes = others_bytes
+        """Of the growth, what was never the heap's."""
+        self._least_bytes = 0
+        """The least that torch had since the heap was last asked."""
+        self._unused_bytes = 0
+        """What nobody was seen to use when free heap memory was last given back, or less since:
+        torch's code, and below zero what the heap had before the process was seen to grow."""
+
+    def is_worth_asking(self, torch_bytes: int) -> bool:
+        """Whether torch has taken more: to ask the heap takes longer than to look."""
+        self._least_bytes = min(self._least_bytes, torch_bytes)
+        if torch_bytes - self._least_bytes < WORTH_TRIMMING_BYTES:
+            return False
+        self._least_bytes = torch_bytes
+        return True
+
+    def find_bytes(self) -> int:
+        """What the heap seems to have kept that was freed since it was last given back."""
+        heap = heap_use()
+        unused_bytes = self._find_unused_bytes(heap)
+        self._unused_bytes = min(self._unused_bytes, unused_bytes)
+        return min(unused_bytes - self._unused_bytes, heap.free_bytes)
+
+    def _find_unused_bytes(self, heap: HeapUse) -> int:
+        """The growth that is neither others' nor handed out by the heap."""
+        return self._growth_bytes() - self._others_bytes() - heap.used_bytes
+
+    def give_back(self) -> None:
+        give_back_free_memory()
+        self._unused_bytes = self._find_unused_bytes(heap_use())
 
 
 class FreedMemory:

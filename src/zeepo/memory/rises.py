@@ -2,10 +2,15 @@
 
 What it took at most between two looks, in the last steps, it may take again: that is the slack.
 Such a rise was a part of the most that torch had in one of those steps, so where torch has nearly
-as much already, the rise is over: it ends at that most and an eighth. When torch has clearly more
-than ever, nothing is known any more, and the whole slack counts for the rest of the step. A batch
-that is larger than those of the last steps may therefore take up to a rise more than was kept free
-for it.
+as much already, the rise is over: it ends at that most and an eighth, or at what torch was foretold
+to have at most, if that is more. When torch has clearly more than ever, nothing is known any more,
+and the whole slack counts for the rest of the step. A batch that is larger than those of the last
+steps may therefore take up to a rise more than was kept free for it.
+
+What comes and goes between two looks is not seen by them (backward of a loss holds three times its
+logits, and touches no parameter meanwhile). It is foretold, where a forward and backward could be
+run on shapes; and the kernel's high-water mark tells when it was more than fitted: what it exceeded
+is left free from then on.
 
 Large rises come at the same moments of each step: after the head of a language model was leased
 come its logits. What came after a moment in the last steps is known when it comes again, in time to
@@ -30,6 +35,8 @@ SPILL_SLACK_SHARE = 1 / 4
 GROWTH_SHARE = 1 / 8
 """Of the most that torch had in the last steps, what it may have more in the next: rises end
 there..."""
+FORETOLD_SHARE = 1 / 12
+"""Of what torch was foretold to have at most, what it may have more: the allocator's."""
 KNOWN_SHARE = 1 / 32
 """...unless it has more by this part, and so more than is known."""
 
@@ -42,6 +49,9 @@ class Rises:
         self._first_slack_bytes = self._slack_bytes
         """Until there are steps to go by."""
         self._foretold_bytes = 0
+        self._foretold_most_bytes = 0
+        self.unseen_bytes = 0
+        """What came and went between two looks and did not fit."""
         self._recent_rises: deque[int] = deque(maxlen=RISES_KEPT)
         self._recent_mosts: deque[int] = deque(maxlen=RISES_KEPT)
         self._rise_bytes = 0
@@ -55,9 +65,11 @@ class Rises:
         """Torch had so much, before anything was sent down because of it."""
         self._most_bytes = max(self._most_bytes, nbytes)
 
-    def foretell(self, rise_bytes: int) -> None:
-        """What the last steps had says nothing: torch is foretold to take so much at once."""
+    def foretell(self, rise_bytes: int, most_bytes: int) -> None:
+        """What the last steps had says nothing: torch is foretold to take so much at once, and to
+        have so much at most."""
         self._foretold_bytes = rise_bytes
+        self._foretold_most_bytes = int((1 + FORETOLD_SHARE) * most_bytes)
         self._recent_rises.clear()
         self._recent_mosts.clear()
         self._slack_bytes = self._first_slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
@@ -72,27 +84,39 @@ class Rises:
             self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
         self._rise_bytes = self._most_bytes = 0
 
+    def note_unseen(self, nbytes: int) -> None:
+        """By so much the process exceeded its budget between two looks. In the first steps, which
+        make states and load code, that says nothing of those to come."""
+        if len(self._recent_rises) > STEPS_TO_GO_BY:
+            self.unseen_bytes += nbytes
+
     def slack_bytes(self, share: float, ram_bytes: int, *, is_short: bool) -> int:
         """A rise that was seen gets a share of `ram`; one that was foretold, and so is in the least
-        budget, may have more. When the system runs short there is more, as in the first steps: it
-        gives no notice."""
+        budget, may have more, and all it needs until there are steps to go by. When the system runs
+        short there is more, as in the first steps: it gives no notice."""
         slack_bytes = max(self._slack_bytes, self._first_slack_bytes if is_short else 0)
         most = max(FIRST_SLACK_BYTES, int(SPILL_SLACK_SHARE * ram_bytes))
-        foretold = min(most, self._foretold_bytes)
+        is_known = len(self._recent_rises) >= STEPS_TO_GO_BY
+        foretold = min(most, self._foretold_bytes) if is_known else self._foretold_bytes
         return min(slack_bytes, max(foretold, int(share * ram_bytes)))
 
-    def still_to_come(self, slack_bytes: int, taken: int) -> int:
-        """Of the slack, what may still come where torch has so much."""
+    def still_to_come(self, slack_bytes: int, taken: int, *, is_whole: bool = False) -> int:
+        """Of the slack, what may still come where torch has so much; `is_whole`, of the largest
+        rise instead, as far as it is known where it ends."""
         if len(self._recent_mosts) < STEPS_TO_GO_BY:
             return slack_bytes
         known = max(self._recent_mosts)
-        if max(taken, self._most_bytes) > (1 + KNOWN_SHARE) * known:
+        is_more = max(taken, self._most_bytes) > (1 + KNOWN_SHARE) * known
+        if is_more and taken > self._foretold_most_bytes:
             return slack_bytes
-        end = int((1 + GROWTH_SHARE) * known)
-        return min(slack_bytes, max(LEAST_SLACK_BYTES, end - taken))
+        end = max(int((1 + GROWTH_SHARE) * known), self._foretold_most_bytes)
+        largest_bytes = self._slack_bytes if is_whole else slack_bytes
+        return min(largest_bytes, max(LEAST_SLACK_BYTES, end - taken))
 
 
 BETWEEN_USES = "between uses"
+LOOKS_KEPT_APART = 1000
+"""After so many looks since a use all are the same moment."""
 
 
 class Moments:
@@ -113,7 +137,8 @@ class Moments:
 
     def arrive(self, use: Hashable) -> None:
         """At the use of a chunk, or between uses."""
-        self._now = (self._now[0], self._now[1] + 1) if use == BETWEEN_USES else (use, 0)
+        number = min(self._now[1] + 1, LOOKS_KEPT_APART)
+        self._now = (self._now[0], number) if use == BETWEEN_USES else (use, 0)
 
     def to_come(self) -> int | None:
         """What is known to come after this moment; None if it is a new one."""

@@ -44,6 +44,7 @@ class _Count:
     seen_bytes: int = 0
     """What was held when the engine last looked at the budget."""
     rise_bytes: int = 0
+    most_bytes: int = 0
     worst: Footprint = field(default_factory=lambda: Footprint(0, 0, 0, 0, 0, "nothing"))
 
     def see_argument(self, tensor: Tensor) -> None:
@@ -61,6 +62,7 @@ class _Count:
 
     def note(self, what: str, chunks: set[int], extra_bytes: int = 0) -> None:
         self.rise_bytes = max(self.rise_bytes, self.held_bytes - self.seen_bytes + extra_bytes)
+        self.most_bytes = max(self.most_bytes, self.held_bytes + extra_bytes)
         leased = sum(self.chunk_bytes[c] for c in chunks) + extra_bytes
         if leased + self.held_bytes > self.worst.peak_bytes:
             names = ", ".join(sorted(self.chunk_names[c] for c in chunks)[:2])
@@ -180,6 +182,7 @@ def simulate(
         count.rise_bytes,
         worst.moment,
         count.kept_bytes,
+        count.most_bytes,
     )
 
 

@@ -52,6 +52,8 @@ class Footprint:
     """The function and the parameters of the worst moment."""
     kept_bytes: int = 0
     """Of what is saved, what cannot go to disk: too small, or nothing may."""
+    most_torch_bytes: int = 0
+    """The most that torch holds at once, at whatever moment."""
 
 
 @dataclass(frozen=True)
