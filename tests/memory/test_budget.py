@@ -18,7 +18,6 @@ from zeepo.memory.pool import BufferPool
 from zeepo.memory.rises import (
     BETWEEN_USES,
     FIRST_SLACK_BYTES,
-    FORETOLD_SHARE,
     GROWTH_SHARE,
     LEAST_SLACK_BYTES,
     RISES_KEPT,
@@ -508,7 +507,7 @@ def test_what_is_foretold_is_left_free_though_no_look_sees_it(process: Process) 
     process.budget.prepare_for(300 * MiB, 500 * MiB)
     steps_with_a_rise(process, 150 * MiB, 450 * MiB)
     process.torch_bytes = 450 * MiB
-    foretold = int((1 + FORETOLD_SHARE) * (RESERVE + 500 * MiB))
+    foretold = int((1 + GROWTH_SHARE) * (RESERVE + 500 * MiB))
     assert process.look() == RAM - foretold
 
 

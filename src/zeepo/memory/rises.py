@@ -33,10 +33,8 @@ LEDGER_SLACK_SHARE = 1 / 8
 SPILL_SLACK_SHARE = 1 / 4
 """...and the most that saved activations do: they are what such a rise is added to."""
 GROWTH_SHARE = 1 / 8
-"""Of the most that torch had in the last steps, what it may have more in the next: rises end
-there..."""
-FORETOLD_SHARE = 1 / 12
-"""Of what torch was foretold to have at most, what it may have more: the allocator's."""
+"""Of the most that torch had in the last steps, or was foretold to have, what it may have more in
+the next (and the allocator beside it): rises end there..."""
 KNOWN_SHARE = 1 / 32
 """...unless it has more by this part, and so more than is known."""
 
@@ -69,7 +67,7 @@ class Rises:
         """What the last steps had says nothing: torch is foretold to take so much at once, and to
         have so much at most."""
         self._foretold_bytes = rise_bytes
-        self._foretold_most_bytes = int((1 + FORETOLD_SHARE) * most_bytes)
+        self._foretold_most_bytes = most_bytes
         self._recent_rises.clear()
         self._recent_mosts.clear()
         self._slack_bytes = self._first_slack_bytes = max(LEAST_SLACK_BYTES, rise_bytes)
@@ -105,11 +103,10 @@ class Rises:
         rise instead, as far as it is known where it ends."""
         if len(self._recent_mosts) < STEPS_TO_GO_BY:
             return slack_bytes
-        known = max(self._recent_mosts)
-        is_more = max(taken, self._most_bytes) > (1 + KNOWN_SHARE) * known
-        if is_more and taken > self._foretold_most_bytes:
+        known = max(*self._recent_mosts, self._foretold_most_bytes)
+        if max(taken, self._most_bytes) > (1 + KNOWN_SHARE) * known:
             return slack_bytes
-        end = max(int((1 + GROWTH_SHARE) * known), self._foretold_most_bytes)
+        end = int((1 + GROWTH_SHARE) * known) + LEAST_SLACK_BYTES
         largest_bytes = self._slack_bytes if is_whole else slack_bytes
         return min(largest_bytes, max(LEAST_SLACK_BYTES, end - taken))
 
