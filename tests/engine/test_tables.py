@@ -263,19 +263,40 @@ def test_whatever_happens_to_it(event: str, tmp_path: Path) -> None:
         assert pages[13] == NUM_PAGES
 
 
-@pytest.mark.parametrize("change", ["in_place", "detached", "data", "returned"])
-def test_a_hook_that_changes_the_gradient(change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["tensor", "node", "before_accumulation"])
+@pytest.mark.parametrize("change", ["in_place", "data", "numpy", "returned", "only_read"])
+def test_a_hook_that_changes_the_gradient(change: str, place: str, tmp_path: Path) -> None:
     """What it wrote is in every row, not only in those that were looked up."""
 
     def hook(grad: Tensor) -> Tensor | None:
-        target = {"detached": grad.detach(), "data": grad.data}.get(change, grad)
-        target.add_(1e-3)
+        if change == "only_read":
+            assert grad.sum().isfinite()
+        elif change == "numpy":
+            grad.detach().numpy()[:] += 1e-3
+        else:
+            (grad.data if change == "data" else grad).add_(1e-3)
         return grad if change == "returned" else None
 
-    def do(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if step == 3:
-            model.tokens.weight.register_hook(hook)
+    def in_tuple(grads: Any, *_: Any) -> Any:
+        changed = hook(grads[0])
+        return None if changed is None else (changed, *grads[1:])
 
+    def do(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step != 3:
+            return
+        weight = model.tokens.weight
+        if place == "tensor":
+            weight.register_hook(hook)
+        elif place == "node":
+            model.tokens.register_forward_hook(
+                lambda module, args, out: out.grad_fn.register_hook(in_tuple) and None
+            )
+        else:
+            node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            node.register_prehook(in_tuple)
+            kept.append(node)
+
+    kept: list[Any] = []
     compare("adamw_fused", tmp_path, 8, do)
 
 

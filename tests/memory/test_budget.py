@@ -203,7 +203,7 @@ def test_what_is_left_to_torch_is_lent_once(process: Process) -> None:
     assert not process.budget.lend(51 * MiB)
     assert process.ledger.limit_bytes == low + 150 * MiB
     assert process.look() == low
-    with process.budget.expecting(0):
+    with process.budget.expecting(MiB):
         assert not process.budget.lend(1)
 
 
@@ -515,25 +515,36 @@ def test_the_kernel_tells_what_no_look_saw_and_did_not_fit(process: Process) -> 
     peaks = [0]
     process.budget._peak_growth_bytes = lambda: peaks[-1]
     steps_with_a_rise(process, 150 * MiB, 400 * MiB)
-    before = process.look()
+    before, most_before = process.look(), process.budget.most_bytes
     peaks.append(RAM + 70 * MiB)
-    process.budget.end_step()
+    process.budget.look("head", in_backward=True)
     assert process.look_until_risen() == before - 70 * MiB
     for _ in range(2 * RISES_KEPT):  # nothing is seen any more because it fits: it is not forgotten
         steps_with_a_rise(process, 150 * MiB, 400 * MiB, num_steps=1)
     assert process.look_until_risen() == before - 70 * MiB
-    assert process.budget.over_bytes == 70 * MiB
+    assert process.budget.most_bytes == most_before, "nothing is refused because of it"
     peaks.append(RAM + 80 * MiB)
-    process.budget.end_step()
+    process.budget.look("head", in_backward=True)
     assert process.look() == before - 80 * MiB
+    peaks.append(5 * RAM)
+    process.budget.look("head", in_backward=True)
+    assert process.look() == before - RAM // 8
+    process.budget.resize(RAM)
+    assert process.look() == before
 
 
-def test_the_first_steps_say_nothing_of_what_no_look_sees(process: Process) -> None:
+def test_what_happens_outside_backward_says_nothing_of_it(process: Process) -> None:
+    """The user loads something between steps, or the first step makes states."""
+    peaks = [0]
+    process.budget._peak_growth_bytes = lambda: peaks[-1]
     process.look()
-    process.budget._peak_growth_bytes = lambda: RAM + 70 * MiB
+    peaks.append(RAM + 10 * MiB)
+    process.budget.look("head", in_backward=True)
     process.budget.end_step()
-    assert process.budget._rises.unseen_bytes == 0
-    assert process.budget.over_bytes == 70 * MiB
+    peaks.append(RAM + 70 * MiB)
+    process.look()
+    process.budget.look("head", in_backward=True)
+    assert process.budget._unseen.nbytes == 0
 
 
 def test_what_is_announced_finds_the_heap_empty(process: Process) -> None:

@@ -112,8 +112,15 @@ class Moves:
             self.evict_for(nbytes)
 
     def make_ledger_room(self, nbytes: int) -> None:
-        """Evict until the ledger has room for memory that is not the pool's; for none, until it is
-        inside its limit."""
+        """Evict until the ledger has room for memory that is not the pool's."""
+        if nbytes > 0:
+            self._make_headroom(nbytes)
+
+    def fit_ledger(self) -> None:
+        """Evict until the ledger is inside its limit."""
+        self._make_headroom(0)
+
+    def _make_headroom(self, nbytes: int) -> None:
         while self.ledger.headroom_bytes < nbytes:
             if self.pool.idle_bytes:
                 self.pool.trim(nbytes - self.ledger.headroom_bytes)

@@ -240,7 +240,7 @@ class ChunkStore:
                 chunk.leases += 1
                 chunk.last_lease = self._num_leases = self._num_leases + 1
             try:
-                self.look_at_budget((*(c.key for c in chunks), is_in_backward()))
+                self.look_at_budget(tuple(c.key for c in chunks))
                 self.foresight.note_need(chunks)
                 for chunk in chunks:
                     self.moves.start_fetch(chunk)
@@ -266,7 +266,7 @@ class ChunkStore:
             return
         with self.lock:
             self.moves.note_progress()
-            self.budget.look(use)
+            self.budget.look(use, in_backward=is_in_backward())
             if self.ledger.used_bytes > (self.ledger.limit_bytes or 0):
                 self.moves.shrink_to_limit()
 
@@ -276,7 +276,7 @@ class ChunkStore:
             self.look_at_budget()
             if self.budget is not None and not self._is_closing:
                 with self.budget.expecting(nbytes), contextlib.suppress(BudgetError):
-                    self.moves.make_ledger_room(0)
+                    self.moves.fit_ledger()
 
     def wait(self, future: Future[None]) -> None:
         """Wait for a transfer of somebody else's, and count the time."""

@@ -189,7 +189,7 @@ class BackwardUpdates:
         is_final = num_seen >= num_expected if num_expected else not self._ends.is_nested
         if home.grad is not None or gradient is None or not is_final:
             return False
-        if self._step.torn is not None or not self._tables.has_made(table, gradient):
+        if self._step.torn is not None or not table.has_made(gradient):
             return False
         update = self._tables.count_update(table, self._fixed_recipe())
         if update is None:

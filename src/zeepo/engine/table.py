@@ -189,11 +189,18 @@ class Table:
         return False
 
     def has_made(self, gradient: Tensor) -> bool:
-        """Whether a gradient is the one that rows were added to, and nothing else is in it."""
-        if self._gradient_rows is None or gradient._version or not is_exclusive(gradient):
+        """Whether a gradient is the one that rows were added to, and nothing else is in it: a hook
+        may have changed it anywhere, by whatever way."""
+        if self._gradient_rows is None or not is_exclusive(gradient):
             return False
         start = torch.frombuffer(self._gradient.memory, dtype=torch.uint8).data_ptr()
-        return gradient.data_ptr() == start and gradient.is_contiguous()
+        if gradient.data_ptr() != start or not gradient.is_contiguous():
+            return False
+        touched = self._gradient.touched_pages()
+        if touched is None:
+            return False
+        touched[self._pages_of(self._gradient_rows)] = False
+        return not touched.any()
 
     # -- updating ---------------------------------------------------------------------------------
 

@@ -147,12 +147,6 @@ class Tables:
 
     # -- updating ---------------------------------------------------------------------------------
 
-    def has_made(self, table: Table, gradient: Tensor) -> bool:
-        """Whether a gradient is one of rows alone: a hook may have changed it."""
-        assert table.home.parameter is not None
-        with plain_torch():
-            return not table.home.parameter._backward_hooks and table.has_made(gradient)
-
     def count_update(self, table: Table, recipe: Recipe) -> PastUpdate | None:
         """What one step does to a table; None when it has to be done in another way."""
         seen = self._states_of(table.home)

@@ -33,6 +33,7 @@ from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.rises import LEDGER_SLACK_SHARE, SPILL_SLACK_SHARE, Moments, Rises
 from zeepo.memory.spares import SPARE_TAG
+from zeepo.memory.unseen import Unseen
 from zeepo.units import MiB
 
 SYSTEM_MARGIN_BYTES = 32 * MiB
@@ -78,7 +79,7 @@ class RamBudget:
         """What the system can still give a process that has grown so much."""
         self._peak_growth_bytes = peak_growth_bytes
         """The most that the process ever grew by, as the kernel saw it."""
-        self._known_peak_bytes = peak_growth_bytes()
+        self._unseen = Unseen(peak_growth_bytes())
         self._system_bytes: int | None = None
         """The growth that the system can bear, when it was last asked."""
         self._asked_at = 0.0
@@ -155,17 +156,19 @@ class RamBudget:
         """What the process could still grow by, if torch took nothing more."""
         return self.allowed_bytes - self._growth_bytes() - self._pool.fresh_bytes
 
-    def look(self, use: Hashable | None = None) -> None:
+    def look(self, use: Hashable | None = None, *, in_backward: bool = False) -> None:
         """Read how large the process is and set the ledger's limit; None: the moment is the one of
         the last look."""
         unmanaged = self._read()
+        counts = in_backward and not self._rises.is_first_step
+        self._unseen.note(self._peak_growth_bytes(), self.peak_bytes, self.ram_bytes, counts=counts)
         if self._recent_limits:  # at the first look all that was there before seems to be new
             rise_bytes = unmanaged - self._last_bytes - self._expected_bytes
             self._rises.note_rise(rise_bytes)
             self._moments.note_rise(rise_bytes)
-        self._expected_bytes = 0
+        self._expected_bytes = self._coming_bytes
         if use is not None:
-            self._moments.arrive(use)
+            self._moments.arrive(use, in_backward=in_backward)
         if self._keeps_too_much(unmanaged):
             unmanaged = self._trim()
         self._last_bytes = unmanaged
@@ -220,7 +223,10 @@ class RamBudget:
         self._num_looks = 0
 
     def _set_limit(self) -> None:
-        self._ledger.limit_bytes = self._steady_limit() + self._ledger.guest_bytes
+        if self._coming_bytes:
+            self._ledger.limit_bytes = self.most_bytes
+        else:
+            self._ledger.limit_bytes = self._steady_limit() + self._ledger.guest_bytes
 
     def _raise_limits(self, nbytes: int) -> None:
         """What the last looks found was torch's is the ledger's."""
@@ -252,7 +258,7 @@ class RamBudget:
             self._last_bytes = self._relieve(self._last_bytes, nbytes)
         self.expect(nbytes)
         self._coming_bytes = nbytes
-        self._ledger.limit_bytes = self.most_bytes
+        self._set_limit()
         try:
             yield
         finally:
@@ -262,8 +268,8 @@ class RamBudget:
     @property
     def most_bytes(self) -> int:
         """The limit, if nothing were left to torch that it does not have."""
-        guest_bytes = self._ledger.guest_bytes
-        return self._limit(self._last_bytes + guest_bytes + self._coming_bytes) + guest_bytes
+        taken = self._last_bytes + self._ledger.guest_bytes + self._coming_bytes
+        return self._limit(taken, is_most=True) + self._ledger.guest_bytes
 
     def lend(self, nbytes: int) -> bool:
         """Let the ledger have room that is left to torch, until the next look; False if there is
@@ -293,6 +299,7 @@ class RamBudget:
     def resize(self, ram_bytes: int) -> None:
         """Another budget from now on."""
         self.ram_bytes = ram_bytes
+        self._unseen.forget(self._peak_growth_bytes())
         self._recent_limits.clear()
         self.look()
 
@@ -304,20 +311,10 @@ class RamBudget:
 
     def end_step(self) -> None:
         """What the last steps showed is what the next is prepared for."""
-        self._note_unseen()
         self._rises.end_step()
         self._moments.end_step()
         self._judge_keeping()
         self._begin_step()
-
-    def _note_unseen(self) -> None:
-        """What the process had between two looks, if it was more than ever and than it may have."""
-        peak_bytes = self._peak_growth_bytes()
-        self.over_bytes = max(self.over_bytes, peak_bytes - self.ram_bytes)
-        excess_bytes = peak_bytes - max(self._known_peak_bytes, self.ram_bytes)
-        self._known_peak_bytes = max(self._known_peak_bytes, peak_bytes)
-        if excess_bytes > 0:
-            self._rises.note_unseen(excess_bytes)
 
     def _read(self) -> int:
         growth = self._growth_bytes()
@@ -349,10 +346,12 @@ class RamBudget:
         """Whether the system has less than `ram`."""
         return self.allowed_bytes < self.ram_bytes
 
-    def _limit(self, taken: int) -> int:
-        """Less what torch has taken and may take before the next look; at least its reserve."""
-        soon = taken + self._rise_to_come(self._slack(), taken, is_whole=True)
-        left_bytes = self.allowed_bytes - max(soon, self._reserve_bytes) - self._rises.unseen_bytes
+    def _limit(self, taken: int, *, is_most: bool = False) -> int:
+        """Less what torch has taken and may take before the next look; at least its reserve. With
+        `is_most`, less of what was only seen once."""
+        soon = taken + self._rise_to_come(self._slack(), taken, is_whole=not is_most)
+        unseen_bytes = 0 if is_most else self._unseen.nbytes
+        left_bytes = self.allowed_bytes - max(soon, self._reserve_bytes) - unseen_bytes
         return max(self._floor_bytes, left_bytes)
 
     def _soon_taken(self, unmanaged: int) -> int:

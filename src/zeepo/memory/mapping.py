@@ -10,8 +10,10 @@ import contextlib
 import ctypes
 import mmap
 import weakref
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -111,6 +113,11 @@ class Mapping:
         return nbytes if _can_move_pages else 0
 
 
+_ENTRY_BYTES = 8
+_IN_SWAP = np.uint64(1 << 62)
+"""The bit of an entry in pagemap; the one above it says that the page is in memory."""
+
+
 class SparsePages:
     """Zeros of which only the pages take memory that somebody has written to."""
 
@@ -123,6 +130,23 @@ class SparsePages:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._area.madvise(mmap.MADV_NOHUGEPAGE)
         self.memory = memoryview(self._area)
+
+    def touched_pages(self) -> NDArray[np.bool_] | None:
+        """Which pages were written to, or only read since; None where the system does not tell."""
+        num_pages = len(self._area) // PAGE_BYTES
+        if mmap.PAGESIZE != PAGE_BYTES:
+            return None
+        first = address_of(self.memory) // PAGE_BYTES
+        try:
+            with Path("/proc/self/pagemap").open("rb", buffering=0) as entries:
+                entries.seek(first * _ENTRY_BYTES)
+                found = entries.read(num_pages * _ENTRY_BYTES)
+        except OSError:
+            return None
+        if len(found) != num_pages * _ENTRY_BYTES:
+            return None
+        touched: NDArray[np.bool_] = np.frombuffer(found, dtype=np.uint64) >= _IN_SWAP
+        return touched.copy()
 
     def forget(self) -> None:
         """All of it is zeros again, and takes no memory."""

@@ -9,8 +9,7 @@ steps may therefore take up to a rise more than was kept free for it.
 
 What comes and goes between two looks is not seen by them (backward of a loss holds three times its
 logits, and touches no parameter meanwhile). It is foretold, where a forward and backward could be
-run on shapes; and the kernel's high-water mark tells when it was more than fitted: what it exceeded
-is left free from then on.
+run on shapes; what was more than that, `unseen` finds out.
 
 Large rises come at the same moments of each step: after the head of a language model was leased
 come its logits. What came after a moment in the last steps is known when it comes again, in time to
@@ -48,8 +47,6 @@ class Rises:
         """Until there are steps to go by."""
         self._foretold_bytes = 0
         self._foretold_most_bytes = 0
-        self.unseen_bytes = 0
-        """What came and went between two looks and did not fit."""
         self._recent_rises: deque[int] = deque(maxlen=RISES_KEPT)
         self._recent_mosts: deque[int] = deque(maxlen=RISES_KEPT)
         self._rise_bytes = 0
@@ -82,11 +79,10 @@ class Rises:
             self._slack_bytes = max(self._slack_bytes, self._first_slack_bytes)
         self._rise_bytes = self._most_bytes = 0
 
-    def note_unseen(self, nbytes: int) -> None:
-        """By so much the process exceeded its budget between two looks. In the first steps, which
-        make states and load code, that says nothing of those to come."""
-        if len(self._recent_rises) > STEPS_TO_GO_BY:
-            self.unseen_bytes += nbytes
+    @property
+    def is_first_step(self) -> bool:
+        """It makes states and loads code, which says nothing of those to come."""
+        return not self._recent_rises
 
     def slack_bytes(self, share: float, ram_bytes: int, *, is_short: bool) -> int:
         """A rise that was seen gets a share of `ram`; one that was foretold, and so is in the least
@@ -121,7 +117,8 @@ class Moments:
     look since then."""
 
     def __init__(self) -> None:
-        self._now: tuple[Hashable, int] = (None, 0)
+        self._now: tuple[Hashable, int] | None = None
+        """None between steps: the user may do what he likes."""
         self._recent: dict[tuple[Hashable, int], int] = {}
         """Moment -> the largest rise after it, in up to so many steps as are remembered..."""
         self._before: dict[tuple[Hashable, int], int] = {}
@@ -130,19 +127,25 @@ class Moments:
 
     def note_rise(self, nbytes: int) -> None:
         """So much came since the last look."""
-        self._recent[self._now] = max(nbytes, self._recent.get(self._now, 0))
+        if self._now is not None:
+            self._recent[self._now] = max(nbytes, self._recent.get(self._now, 0))
 
-    def arrive(self, use: Hashable) -> None:
+    def arrive(self, use: Hashable, *, in_backward: bool) -> None:
         """At the use of a chunk, or between uses."""
-        number = min(self._now[1] + 1, LOOKS_KEPT_APART)
-        self._now = (self._now[0], number) if use == BETWEEN_USES else (use, 0)
+        if use != BETWEEN_USES:
+            self._now = (use, in_backward), 0
+        elif self._now is not None:
+            self._now = self._now[0], min(self._now[1] + 1, LOOKS_KEPT_APART)
 
     def to_come(self) -> int | None:
         """What is known to come after this moment; None if it is a new one."""
+        if self._now is None:
+            return None
         known = [seen[self._now] for seen in (self._recent, self._before) if self._now in seen]
         return int((1 + GROWTH_SHARE) * max(known)) if known else None
 
     def end_step(self) -> None:
+        self._now = None
         self._num_steps += 1
         if self._num_steps % RISES_KEPT == 0:
             self._before, self._recent = self._recent, {}

@@ -113,29 +113,39 @@ _PREAD.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int6
 _PREAD.restype = ctypes.c_ssize_t
 
 
-class _Statm:
-    """/proc/self/statm, kept open: it is read wherever the engine needs room."""
+class _OwnFile:
+    """A file that tells of this process, kept open: it is read wherever the engine needs room."""
 
-    def __init__(self) -> None:
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+    def __init__(self, path: str, most_bytes: int) -> None:
+        self._path = path
         self._pid = 0
         self._file = -1
-        self._text = ctypes.create_string_buffer(128)
+        self._text = ctypes.create_string_buffer(most_bytes)
 
-    def resident_bytes(self) -> int:
+    def read(self) -> bytes:
+        """What it says now; nothing where there is no such file."""
         if self._pid != os.getpid():  # of a fork the file would still tell its parent's
             try:
-                self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
-                return 0
+                return b""
             self._pid = os.getpid()
-        if _PREAD(self._file, self._text, len(self._text), 0) <= 0:
-            raise OSError("/proc/self/statm, which tells this process's size, cannot be read")
-        return int(self._text.value.split()[1]) * self._page_bytes
+        nbytes = _PREAD(self._file, self._text, len(self._text), 0)
+        if nbytes <= 0:
+            raise OSError(f"{self._path}, which tells this process's size, cannot be read")
+        return self._text.raw[:nbytes]
 
 
-resident_bytes = _Statm().resident_bytes
-"""This process's resident memory, or 0 where it cannot be read."""
+_STATM = _OwnFile("/proc/self/statm", 128)
+_STATUS = _OwnFile("/proc/self/status", 1 << 13)
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes() -> int:
+    """This process's resident memory, or 0 where it cannot be read."""
+    text = _STATM.read()
+    return int(text.split(maxsplit=2)[1]) * _PAGE_BYTES if text else 0
+
 
 _RESIDENT_AT_IMPORT = resident_bytes()
 
@@ -145,18 +155,14 @@ def resident_growth_bytes() -> int:
     return resident_bytes() - _RESIDENT_AT_IMPORT
 
 
-def peak_resident_growth_bytes(status: Path = Path("/proc/self/status")) -> int:
+def peak_resident_growth_bytes() -> int:
     """The most the process ever had beyond what it had when zeepo was imported.
 
     The kernel's own high-water mark, of the process's whole life: memory that was given back
     before the import counts too. 0 where it cannot be read.
     """
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return 0
-    peak_kib = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
-    return max(0, peak_kib * 1024 - _RESIDENT_AT_IMPORT)
+    _, found, rest = _STATUS.read().partition(b"VmHWM:")
+    return max(0, int(rest.split(maxsplit=1)[0]) * 1024 - _RESIDENT_AT_IMPORT) if found else 0
 
 
 def spare_bytes() -> int | None:
