@@ -95,7 +95,7 @@ def test_a_system_that_runs_short_makes_it_shrink(
     expected = [step(*pair, n) for pair in [build()] for n in range(6)]
     spare: list[int | None] = [None]
     monkeypatch.setattr("zeepo.engine.allowance.spare_bytes", lambda: spare[0])
-    monkeypatch.setattr("zeepo.memory.budget.ASK_SYSTEM_SECONDS", 0.0)
+    monkeypatch.setattr("zeepo.memory.system_room.ASK_SYSTEM_SECONDS", 0.0)
     model, optimizer = build()
     with zeepo.init(model, optimizer, ram="400MiB", disk=tmp_path) as session:
         losses = [step(model, optimizer, n) for n in range(2)]

@@ -9,7 +9,6 @@ from zeepo.memory.budget import (
     LEFT_TO_TORCH_SHARE,
     SLOW_TO_RISE,
     STEPS_REMEMBERED,
-    SYSTEM_MARGIN_BYTES,
     RamBudget,
 )
 from zeepo.memory.heap import WORTH_TRIMMING_BYTES, HeapUse
@@ -24,6 +23,7 @@ from zeepo.memory.rises import (
     STEPS_TO_GO_BY,
 )
 from zeepo.memory.spares import SPARE_TAG
+from zeepo.memory.system_room import SYSTEM_MARGIN_BYTES
 from zeepo.units import MiB
 
 RAM = 1000 * MiB
@@ -59,7 +59,7 @@ class Process:
         )
 
     def look(self, use: object = BETWEEN_USES) -> int:
-        self.budget._asked_at = 0.0
+        self.budget._system.asked_at = 0.0
         self.budget.look(use)
         assert self.ledger.limit_bytes is not None
         return self.ledger.limit_bytes
@@ -347,6 +347,21 @@ def test_a_gradient_that_goes_soon_leaves_its_room_to_torch(process: Process) ->
     assert len(set(limits)) == 1
     assert limits[0] == RAM - 300 * MiB - FIRST_SLACK_BYTES
     assert process.budget._rises._rise_bytes <= 200 * MiB
+
+
+def test_a_limit_that_changes_is_asked_for_at_once(process: Process) -> None:
+    process.spare_bytes = 5000 * MiB
+    process.torch_bytes = 300 * MiB
+    process.look()
+    limits = [b"1"]
+    process.budget._system._stated_limit = lambda: limits[-1]
+    process.budget.look()
+    process.spare_bytes = 100 * MiB
+    process.budget.look()
+    assert process.budget.allowed_bytes == RAM, "asked a moment ago"
+    limits.append(b"2")
+    process.budget.look()
+    assert process.budget.allowed_bytes < RAM
 
 
 def test_another_ram_counts_at_once(process: Process) -> None:

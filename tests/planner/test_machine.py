@@ -132,6 +132,16 @@ def test_a_peak_that_cannot_be_read_is_zero(
         assert machine.peak_resident_growth_bytes() == 0
 
 
+def test_a_limit_that_changes_is_seen(tmp_path: Path) -> None:
+    v1(tmp_path, 3000, 1000, "/job")
+    read = machine.own_cgroup_limit(tmp_path / "cgroup", tmp_path / "sys")
+    before = read()
+    assert int(before) == 3000
+    put(tmp_path / "sys" / "memory" / "job" / "memory.limit_in_bytes", 2000)
+    assert int(read()) == 2000
+    assert machine.own_cgroup_limit(tmp_path / "absent", tmp_path / "sys")() == b""
+
+
 def test_limits_of_parents_are_listed(tmp_path: Path) -> None:
     v1(tmp_path, 3000, 1000, "/job")
     put(tmp_path / "sys" / "memory" / "memory.limit_in_bytes", 9000)

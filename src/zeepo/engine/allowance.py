@@ -27,6 +27,7 @@ from zeepo.engine.tuning import tuning
 from zeepo.errors import BudgetError, DiskError
 from zeepo.memory.budget import RamBudget
 from zeepo.planner.machine import (
+    own_cgroup_limit,
     peak_resident_growth_bytes,
     resident_growth_bytes,
     spare_bytes,
@@ -106,6 +107,7 @@ class Allowance:
             store.moves.movable_bytes,
             lambda growth: requests.spare_bytes(growth, spare_bytes),
             lambda: peak_resident_growth_bytes() - self._excluded_bytes,
+            own_cgroup_limit(),
         )
         budget.let_spares_go = store.moves.spares.let_go
         if activations is not None:

@@ -23,7 +23,6 @@ then saved activations are sent down. When all that does not help the process is
 and `over_bytes` says by how much.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,12 +32,10 @@ from zeepo.memory.ledger import Reservation
 from zeepo.memory.pool import BufferPool
 from zeepo.memory.rises import LEDGER_SLACK_SHARE, SPILL_SLACK_SHARE, Moments, Rises
 from zeepo.memory.spares import SPARE_TAG
+from zeepo.memory.system_room import SystemRoom
 from zeepo.memory.unseen import Unseen
 from zeepo.units import MiB
 
-SYSTEM_MARGIN_BYTES = 32 * MiB
-"""What is left to the system when it runs short."""
-ASK_SYSTEM_SECONDS = 0.1
 SLOW_TO_RISE = 64
 """The limit falls at once and rises after so many looks, except by what torch had at once..."""
 STEPS_REMEMBERED = 3
@@ -69,20 +66,17 @@ class RamBudget:
         movable_bytes: Callable[[], int],
         spare_bytes: Callable[[int], int | None],
         peak_growth_bytes: Callable[[], int] = lambda: 0,
+        stated_limit: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self._pool = pool
         self._ledger = pool.ledger
         self._growth_bytes = growth_bytes
         self._movable_bytes = movable_bytes
         """What could leave the ledger now."""
-        self._spare_bytes = spare_bytes
-        """What the system can still give a process that has grown so much."""
+        self._system = SystemRoom(spare_bytes, stated_limit)
         self._peak_growth_bytes = peak_growth_bytes
-        """The most that the process ever grew by, as the kernel saw it."""
+        """The most it ever grew by, as the kernel saw it."""
         self._unseen = Unseen(peak_growth_bytes())
-        self._system_bytes: int | None = None
-        """The growth that the system can bear, when it was last asked."""
-        self._asked_at = 0.0
         self._reserve_bytes = reserve_bytes
         """Never the ledger's, however little torch takes."""
         self._floor_bytes = floor_bytes
@@ -119,7 +113,7 @@ class RamBudget:
     @property
     def allowed_bytes(self) -> int:
         """The growth that is allowed now: `ram`, or less when the system has not that much."""
-        return min(self.ram_bytes, self.ram_bytes if (s := self._system_bytes) is None else s)
+        return min(self.ram_bytes, self.ram_bytes if (s := self._system.most_bytes) is None else s)
 
     @property
     def most_spare_bytes(self) -> int:
@@ -318,19 +312,10 @@ class RamBudget:
 
     def _read(self) -> int:
         growth = self._growth_bytes()
-        self._ask_system(growth)
+        self._system.ask(growth)
         self.peak_bytes = max(self.peak_bytes, growth)
         self.over_bytes = max(self.over_bytes, growth - self.ram_bytes)
         return growth - (self._ledger.used_bytes - self._pool.fresh_bytes)
-
-    def _ask_system(self, growth: int) -> None:
-        now = time.monotonic()
-        if now - self._asked_at < ASK_SYSTEM_SECONDS:
-            return
-        self._asked_at = now
-        spare = self._spare_bytes(growth)
-        if spare is not None:
-            self._system_bytes = max(0, growth + spare - SYSTEM_MARGIN_BYTES)
 
     def _slack(self) -> int:
         return self._slack_within(LEDGER_SLACK_SHARE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,8 +134,35 @@ class _OwnFile:
             self._pid = os.getpid()
         nbytes = _PREAD(self._file, self._text, len(self._text), 0)
         if nbytes <= 0:
-            raise OSError(f"{self._path}, which tells this process's size, cannot be read")
+            raise OSError(f"{self._path}, which tells of this process, cannot be read")
         return self._text.raw[:nbytes]
+
+
+def own_cgroup_limit(
+    cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Callable[[], bytes]:
+    """Reads what the limit of our memory cgroup is said to be, in microseconds; nothing where there
+    is none."""
+    try:
+        lines = _read_text(str(cgroup)).splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        found = Path()
+        if "memory" in controllers.split(","):
+            found = root / "memory" / path.lstrip("/") / "memory.limit_in_bytes"
+        elif controllers == "":
+            found = root / path.lstrip("/") / "memory.max"
+        if found.is_file():
+            return _limit_file(str(found)).read
+    return lambda: b""
+
+
+@cache
+def _limit_file(path: str) -> _OwnFile:
+    """Open once, however many sessions there are."""
+    return _OwnFile(path, 64)
 
 
 _STATM = _OwnFile("/proc/self/statm", 128)
