@@ -211,6 +211,19 @@ def test_a_write_behind_the_stores_back_is_noticed() -> None:
 # -- who goes, who comes ---------------------------------------------------------------------------
 
 
+def test_room_for_nothing_moves_nothing_though_the_limit_has_fallen() -> None:
+    bench = Bench(pages=4)
+    chunk = bench.chunk(1.0)
+    bench.store.lease([chunk])
+    bench.ledger.limit_bytes = 0
+    bench.store.make_room(0)
+    assert chunk.is_resident
+    bench.store.release([chunk])
+    bench.store.moves.fit_ledger()
+    assert not chunk.is_resident
+    assert bench.ledger.used_bytes == 0
+
+
 def test_the_furthest_next_use_goes() -> None:
     bench = Bench(3)
     a, b, c = (bench.chunk(float(i)) for i in range(3))
