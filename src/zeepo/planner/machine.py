@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,8 +155,16 @@ def own_cgroup_limit(
         elif controllers == "":
             found = root / path.lstrip("/") / "memory.max"
         if found.is_file():
-            return _limit_file(str(found)).read
+            return partial(_read_if_there, _limit_file(str(found)))
     return lambda: b""
+
+
+def _read_if_there(file: _OwnFile) -> bytes:
+    """Nothing where the process was moved elsewhere and its first cgroup removed."""
+    try:
+        return file.read()
+    except OSError:
+        return b""
 
 
 @cache
