@@ -66,7 +66,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/largest_model.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/peers.py --short --disk $(BENCH_DISK)
 	$(BIN)/python benchmarks/optimizer_speed.py --short
-	$(BIN)/python benchmarks/state_curves.py --short
+	$(BIN)/python benchmarks/state_curves.py --short --disk $(BENCH_DISK)
 
 # DeepSpeed has an environment of its own, so that it decides nothing for this project; what it
 # compiles at its first use is compiled here, and not while ranks wait for each other. Its NVMe
