@@ -35,12 +35,12 @@ class Bench:
         )
         self.tensors: dict[Chunk, torch.Tensor] = {}
 
-    def chunk(self, value: float, *, stays: bool = False) -> Chunk:
-        """A chunk whose one slot, a tensor, fills a page with `value`."""
+    def chunk(self, value: float, *, stays: bool = False, pages: int = 1) -> Chunk:
+        """A chunk whose one slot, a tensor, fills a page or more with `value`."""
         label = f"chunk{len(self.tensors)}"
-        layout = pack([(f"{label}.weight", PAGE)])
+        layout = pack([(f"{label}.weight", pages * PAGE)])
         chunk = self.store.create(Kind.PARAM, label, layout, None if stays else self.lower)
-        self.tensors[chunk] = torch.full((NUMEL,), value)
+        self.tensors[chunk] = torch.full((pages * NUMEL,), value)
         self.store.adopt(chunk, 0, self.tensors[chunk].untyped_storage())
         return chunk
 
@@ -269,6 +269,25 @@ def test_what_can_leave_has_left_before_the_guarantee_is_asked() -> None:
     assert bench.resident() == [leased.label, other.label, wanted.label]
     with pytest.raises(BudgetError):  # a fourth is not guaranteed
         bench.store.lease([movable])
+
+
+def test_what_buffers_have_beyond_their_chunks_does_not_count_in_the_guarantee() -> None:
+    bench = Bench(20, guaranteed_pages=12)
+    first, second, wanted = (bench.chunk(float(n), pages=4) for n in range(3))
+    for chunk in (first, second, wanted):
+        bench.store.evict(chunk)
+    bench.pool.trim()
+    larger = [bench.pool.acquire(5 * PAGE, "larger") for _ in range(2)]
+    for buffer in larger:
+        buffer.release()
+    bench.store.lease([first, second])
+    assert bench.ledger.used_bytes == 10 * PAGE  # each has a page to spare
+    bench.ledger.limit_bytes = 8 * PAGE
+    bench.store.lease([wanted])
+    assert bench.ledger.used_bytes == bench.ledger.limit_bytes == 12 * PAGE
+    assert [c.resident_bytes for c in (first, second, wanted)] == [4 * PAGE] * 3
+    bench.store.release([first, second, wanted])
+    assert [bench.value(c) for c in (first, second, wanted)] == [0.0, 1.0, 2.0]
 
 
 def test_a_refusal_leaves_everything_as_it_was() -> None:

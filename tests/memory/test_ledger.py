@@ -122,6 +122,21 @@ def test_used_is_the_sum_of_live_reservations(
         assert ledger.used_bytes <= ledger.peak_bytes <= limit_bytes
 
 
+@pytest.mark.parametrize("is_guest", [False, True])
+def test_a_reservation_shrinks(is_guest: bool) -> None:
+    ledger = Ledger("ram", 10)
+    reservation = ledger.admit("a", 6) if is_guest else ledger.reserve("a", 6)
+    reservation.shrink(4)
+    assert (ledger.used_bytes, ledger.by_tag(), reservation.nbytes) == (4, {"a": 4}, 4)
+    assert (ledger.limit_bytes, ledger.guest_bytes) == ((14, 4) if is_guest else (10, 0))
+    with pytest.raises(InternalError):
+        reservation.shrink(5)
+    reservation.release()
+    assert (ledger.used_bytes, ledger.limit_bytes, ledger.guest_bytes) == (0, 10, 0)
+    with pytest.raises(InternalError):
+        reservation.shrink(0)
+
+
 def test_threads_never_pass_the_limit() -> None:
     ledger = Ledger("ram", 5)
     refused = []

@@ -17,6 +17,7 @@ from zeepo.memory import mapping
 from zeepo.memory.ledger import Ledger
 from zeepo.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, address_of
 from zeepo.memory.pool import IDLE_TAG, BufferPool
+from zeepo.planner.machine import resident_bytes
 from zeepo.units import KiB, MiB
 
 
@@ -230,6 +231,31 @@ def test_what_nobody_needed_for_a_whole_step_is_unmapped() -> None:
     assert pool.idle_bytes == MiB
     pool.end_step()
     assert (pool.idle_bytes, pool.mapped_bytes, pool.ledger.used_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_a_buffer_gives_back_what_it_has_beyond_its_use(is_touched: bool) -> None:
+    ledger = Ledger("ram", 16 * MiB)
+    pool = BufferPool(ledger)
+    buffer = pool.acquire(10 * MiB, "params")
+    whole, address = buffer.memory, buffer.address
+    if is_touched:
+        for low in range(0, 10 * MiB, PAGE_BYTES):
+            whole[low] = 7
+        buffer.touched()
+        before_bytes = resident_bytes()
+    assert buffer.shrink(8 * MiB + 5) == 2 * MiB - PAGE_BYTES
+    kept_bytes = 8 * MiB + PAGE_BYTES
+    assert (buffer.capacity_bytes, buffer.address) == (kept_bytes, address)
+    assert buffer.memory.nbytes == pool.mapped_bytes == ledger.used_bytes == kept_bytes
+    assert pool.fresh_bytes == (0 if is_touched else kept_bytes)
+    if is_touched:
+        assert whole[kept_bytes - PAGE_BYTES] == 7
+        assert resident_bytes() <= before_bytes - 2 * MiB + 64 * KiB
+    assert whole[kept_bytes] == 0  # not there any more, and no fault
+    assert buffer.shrink(9 * MiB) == 0
+    buffer.release()
+    assert pool.acquire(8 * MiB, "grads").address == address
 
 
 def test_use_after_release_is_refused() -> None:

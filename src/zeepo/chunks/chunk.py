@@ -150,6 +150,14 @@ class Chunk:
         self._buffer = buffer
         self._count_memory()
 
+    def tighten(self) -> int:
+        """Give back what its buffer has beyond its slots; how many bytes that is."""
+        if self._buffer is None:
+            return 0
+        given_bytes = self._buffer.shrink(self.layout.nbytes)
+        self._count_memory()
+        return given_bytes
+
     def _count_memory(self) -> None:
         buffered = 0 if self._buffer is None else self._buffer.capacity_bytes
         self.resident_bytes = buffered + sum(r.nbytes for r in self._own_memory.values())

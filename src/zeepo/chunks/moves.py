@@ -154,6 +154,9 @@ class Moves:
         """
         if self._relieve(nbytes):
             return
+        # Buffers may be larger than what they hold, while there is room: the guarantee has none.
+        if sum([chunk.tighten() for chunk in self.in_ram.values()]):
+            return
         movable = [c.key for c in self._candidates() if c.nbytes]
         if movable:
             self._evict_all(movable)

@@ -166,6 +166,14 @@ class Reservation:
         self._ledger._keep_room(self.nbytes)
         return self.nbytes
 
+    def shrink(self, nbytes: int) -> None:
+        """Give back all but `nbytes`; a guest's room goes with them."""
+        with self._lock:
+            if self._released or nbytes > self.nbytes:
+                raise InternalError(f"reservation {self.tag!r} cannot shrink to {nbytes} bytes")
+            given_bytes, self.nbytes = self.nbytes - nbytes, nbytes
+            self._ledger._give_back(self.tag, given_bytes, self.is_guest)
+
     def release(self) -> None:
         with self._lock:
             if self._released:

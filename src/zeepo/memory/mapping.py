@@ -112,6 +112,20 @@ class Mapping:
         _can_move_pages = _move_pages(source, target, nbytes)
         return nbytes if _can_move_pages else 0
 
+    def shrink(self, nbytes: int) -> None:
+        """The system gets back the memory of all but the first `nbytes`, rounded up to pages.
+
+        Their addresses stay valid: views of the whole that somebody still has read zeros there.
+        """
+        kept_bytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
+        if kept_bytes >= self.nbytes:
+            return
+        tail, size = self.address + kept_bytes, ctypes.c_size_t(self.nbytes - kept_bytes)
+        if _LIBC.madvise(ctypes.c_void_p(tail), size, ctypes.c_int(mmap.MADV_DONTNEED)):
+            raise OSError(ctypes.get_errno(), "the end of a buffer could not be given back")
+        self.memory = self.memory[:kept_bytes]
+        self.nbytes = kept_bytes
+
 
 _ENTRY_BYTES = 8
 _IN_SWAP = np.uint64(1 << 62)

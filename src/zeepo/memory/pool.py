@@ -83,6 +83,10 @@ class Buffer:
         """Give the buffer back to the pool; a second call does nothing."""
         self._pool._take_back(self)
 
+    def shrink(self, nbytes: int) -> int:
+        """Give back what lies beyond the first `nbytes`, in whole pages; how many bytes that is."""
+        return self._pool._shrink(self, nbytes)
+
     def give_away(self) -> None:
         """Let the memory go to whoever still points at it: not counted and not reused any more."""
         self._pool._give_away(self)
@@ -247,6 +251,19 @@ class BufferPool:
             reservation = buffer._reservation
             reservation.retag(IDLE_TAG)
             self._keep_idle(mapping, reservation)
+
+    def _shrink(self, buffer: Buffer, nbytes: int) -> int:
+        with self._lock:
+            mapping, before_bytes = buffer._held(), buffer.capacity_bytes
+            mapping.shrink(nbytes)
+            given_bytes = before_bytes - mapping.nbytes
+            fresh_bytes = min(given_bytes, buffer.fresh_bytes)  # they come last
+            buffer.fresh_bytes -= fresh_bytes
+            self.fresh_bytes -= fresh_bytes
+            buffer.capacity_bytes = mapping.nbytes
+            self.mapped_bytes -= given_bytes
+            buffer._reservation.shrink(mapping.nbytes)
+        return given_bytes
 
     def _give_away(self, buffer: Buffer) -> None:
         self._forget_fresh(buffer)
