@@ -15,6 +15,7 @@ from tests.faults.small import (
     assert_ordinary,
     assert_same,
     build,
+    loss_of,
     open_at_minimum,
     scratch_files,
     touch_everything,
@@ -221,3 +222,70 @@ def fail_once_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, batch)
 
     monkeypatch.setattr(ChunkUpdate, "_update_batch", update_batch)
+
+
+@pytest.mark.parametrize("num_writes", [0, 4, 9, 17])
+@pytest.mark.parametrize("how", ["step again", "step twice again", "next batch", "state_dict"])
+def test_a_first_step_goes_on_once_there_is_room_again(
+    tmp_path: Path, full_disk: list[int], num_writes: int, how: str
+) -> None:
+    """States are made in the first step: that is when a disk fills."""
+    (model, optimizer), (plain, plain_optimizer) = build(), build()
+    session = open_at_minimum(model, optimizer, tmp_path)
+    for each in (model, plain):
+        loss_of(each, 0).backward()
+    plain_optimizer.step()
+    full_disk.append(num_writes)
+    with pytest.raises(DiskError, match="No space left"):
+        optimizer.step()
+    if how == "step twice again":
+        with pytest.raises(DiskError, match="No space left"):
+            optimizer.step()
+    full_disk.clear()
+    if how.startswith("step"):
+        optimizer.step()
+    elif how == "state_dict":
+        states = optimizer.state_dict()["state"]
+        assert sorted(states) == sorted(plain_optimizer.state_dict()["state"])
+        assert all(float(state["step"]) == 1 for state in states.values())
+    for each in (optimizer, plain_optimizer):
+        each.zero_grad()
+    assert train(model, optimizer, range(1, 4)) == train(plain, plain_optimizer, range(1, 4))
+    session.close()
+    assert_same(model, optimizer, plain, plain_optimizer)
+    assert [list(s) for s in optimizer.state.values()] == [
+        list(s) for s in plain_optimizer.state.values()
+    ]
+
+
+def test_a_stopped_step_is_finished_by_close(tmp_path: Path, full_disk: list[int]) -> None:
+    (model, optimizer), (plain, plain_optimizer) = build(), build()
+    session = open_at_minimum(model, optimizer, tmp_path)
+    for each in (model, plain):
+        loss_of(each, 0).backward()
+    plain_optimizer.step()
+    full_disk.append(9)
+    with pytest.raises(DiskError, match="No space left"):
+        optimizer.step()
+    full_disk.clear()
+    session.close()
+    assert_same(model, optimizer, plain, plain_optimizer)
+
+
+def test_the_next_step_after_a_stopped_one_is_another(tmp_path: Path, full_disk: list[int]) -> None:
+    """Gradients that were added to, or changed, are those of a step of its own."""
+    (model, optimizer), (plain, plain_optimizer) = build(), build()
+    session = open_at_minimum(model, optimizer, tmp_path)
+    for each in (model, plain):
+        loss_of(each, 0).backward()
+    plain_optimizer.step()
+    full_disk.append(9)
+    with pytest.raises(DiskError, match="No space left"):
+        optimizer.step()
+    full_disk.clear()
+    for each, each_optimizer in ((model, optimizer), (plain, plain_optimizer)):
+        loss_of(each, 1).backward()
+        torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+        each_optimizer.step()
+    session.close()
+    assert_same(model, optimizer, plain, plain_optimizer)

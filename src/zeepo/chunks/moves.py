@@ -240,8 +240,16 @@ class Moves:
         self.counters.num_writes += 1
 
     def collect_write(self, chunk: Chunk) -> None:
-        """Take note of a write that is done, without waiting."""
-        if chunk.writing is not None and chunk.writing.done():
+        """Take note of a write that is done, without waiting.
+
+        One that failed is as if it had not been tried: what was true of the disk then (no space
+        left) says nothing of now, and the next try tells if it is true still.
+        """
+        if chunk.writing is None or not chunk.writing.done():
+            return
+        if isinstance(chunk.writing.exception(), DiskError):
+            chunk.writing, chunk.lower_version = None, -1
+        else:
             self.settle(chunk)
 
     def settle(self, chunk: Chunk) -> None:

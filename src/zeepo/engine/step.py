@@ -9,7 +9,8 @@
 5. an update that [can wait](update.py) is put off: its scalar states are counted now, its chunks
    are marked, and whoever first uses one of them, mostly the next forward, has it done before;
 6. the others (a first step, whose states do not exist yet; raw addresses in use; all in RAM) are
-   done now, in the order the next forward needs them;
+   done now, in the order the next forward needs them (if the disk fails, [what is
+   left](stopped_step.py) waits);
 7. the trace of this step becomes the forecast of the next; the user's step post-hooks.
 
 So the states of a unit come from disk while the unit before it computes, and a parameter is read
@@ -34,6 +35,7 @@ from zeepo.engine.ordinary_context import is_ordinary_context, ordinary_context
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.sharded import Sharded
 from zeepo.engine.states import States
+from zeepo.engine.stopped_step import StoppedStep, can_be_continued
 from zeepo.engine.tuning import Tuning
 from zeepo.engine.update import ChunkUpdate, count_ahead
 from zeepo.engine.update_parts import Target
@@ -72,6 +74,8 @@ class OptimizerStep:
         """id(parameter) -> its group, for updates before the step."""
         self.torn: tuple[str, BaseException] | None = None
         """The chunk whose update failed when values had changed already, and by what."""
+        self._stopped: StoppedStep | None = None
+        """The step before, if an error stopped it and something of it still waits."""
         self.before_run: Callable[[Recipe], None] | None = None
         """Told what this step will do, when parts of it were done in backward already."""
         self.before_close: Callable[[], None] | None = None
@@ -84,7 +88,10 @@ class OptimizerStep:
         """Update every parameter that has a gradient, or see to it that it will be."""
         self._refuse_torn()
         self._manager.node_leases.refuse_inside_accumulate("optimizer.step()")
+        is_same_again = self._stopped and self._stopped.is_called_again(self._gradients())
         self.finish_put_off()
+        if is_same_again:
+            return
         ranks = self._manager.ranks
         if ranks is not None:
             assert self._manager.reduction is not None
@@ -106,24 +113,43 @@ class OptimizerStep:
         if ranks is not None:
             self._update_with_ranks(ranks, now)
         else:
-            self._update_all(self._in_order_of_next_use(now))
+            self._update_all(self._in_order_of_next_use(now), began=bool(later), is_last=not odd)
         for home, group in odd:
             self._update_with_odd_gradient(recipe, home, group)
         self._publish_entries()
 
-    def _update_all(self, updates: Sequence[ChunkUpdate]) -> None:
-        """One after the other; once the first has changed something, there is no second try."""
+    def _update_all(
+        self, updates: Sequence[ChunkUpdate], *, began: bool = False, is_last: bool = True
+    ) -> None:
+        """One after the other. What an error of a tier leaves undone waits, if nothing else comes
+        after it; after others there is no second try once something has changed."""
         for number, update in enumerate(updates):
-            self._run_once(update, has_changed=number > 0)
+            try:
+                update.run()
+            except BaseException as error:
+                if is_last and can_be_continued(error, updates[number:]):
+                    self._stop(updates[number:])
+                elif began or number or update.has_begun:
+                    self.torn = update.chunk.label, error
+                raise
 
-    def _run_once(self, update: ChunkUpdate, *, has_changed: bool = False) -> None:
-        """Carry out an update; if it fails when something has changed already, note that."""
-        try:
-            update.run()
-        except BaseException as error:
-            if has_changed or update.has_begun:
-                self.torn = update.chunk.label, error
-            raise
+    def _stop(self, updates: Sequence[ChunkUpdate]) -> None:
+        """The rest of this step waits for its next use."""
+        for update in updates:
+            self._wait_for_use(update)
+        self._stopped = StoppedStep(self.optimizer, self._gradients(), self.finish_put_off)
+
+    def _gradients(self) -> list[Tensor | None]:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        homes = map(self._manager.home, parameters)
+        return [None if home is None else self._manager.gradients.held(home) for home in homes]
+
+    def _end_stopped(self) -> None:
+        """After an update that waited: whether the whole step is done now."""
+        if self._stopped is not None and not self._put_off:
+            self._stopped.end()
+            self._stopped = None
+            self._publish_entries()
 
     @contextmanager
     def tearing(self, chunk: Chunk) -> Iterator[None]:
@@ -175,7 +201,7 @@ class OptimizerStep:
         if targets:
             update = self._make_update(recipe, chunk, targets)
             with ordinary_context():
-                self._run_once(update)
+                self._update_all([update], is_last=False)
         return [target.home for target in targets]
 
     def has_all_states(self, home: Home, num_states: int) -> bool:
@@ -309,6 +335,7 @@ class OptimizerStep:
             except BaseException:
                 self._wait_for_use(update)  # the next use tries again
                 raise
+            self._end_stopped()
 
     def finish_put_off(self) -> None:
         """Carry out what still waits."""

@@ -98,7 +98,7 @@ class ChunkUpdate:
         if self._manager.ranks is not None:
             return False  # others wait for it
         chunks = self.chunks()
-        if all(c.home is None for c in chunks) or any(c.raw_holds for c in chunks):
+        if all(c.home is None for c in chunks) or self.is_held_by_address:
             return False
         return all(map(self._is_complete, self.targets))
 
@@ -110,6 +110,16 @@ class ChunkUpdate:
             and target.home.plain.numel() > 1
             and all(isinstance(v, Tensor) and (home_of(v) or v.numel() == 1) for v in values)
         )
+
+    @property
+    def is_held_by_address(self) -> bool:
+        """Whether somebody reads or writes what it uses without our knowing when."""
+        return any(c.raw_holds for c in self.chunks())
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether it failed in the middle of the optimizer's arithmetic."""
+        return self._torn_by is not None
 
     @property
     def has_begun(self) -> bool:
