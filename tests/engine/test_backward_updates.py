@@ -96,6 +96,58 @@ def test_gradients_of_the_last_step_are_cleared_first(opened: Any, what: str) ->
     optimizer.step()
 
 
+class OwnZeroGrad(torch.optim.AdamW):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        super().zero_grad(set_to_none)
+
+
+def clear_by_hand(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+CLEARS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "optimizer": lambda _, optimizer: optimizer.zero_grad(),
+    "model": lambda model, _: model.zero_grad(),
+    "modules": lambda model, _: [layer.zero_grad(set_to_none=True) for layer in model],
+    "own": lambda model, _: OwnZeroGrad(model.parameters()).zero_grad(),
+    "by hand": clear_by_hand,
+}
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+def test_ways_to_clear_gradients(opened: Any, clear: str) -> None:
+    model, optimizer, _ = opened
+    for _ in range(3):
+        loss_of(model).backward()
+        optimizer.step()
+        CLEARS[clear](model, optimizer)
+
+
+def test_to_read_a_gradient_does_not_clear_it(opened: Any) -> None:
+    model, optimizer, _ = opened
+    loss_of(model).backward()
+    optimizer.step()
+    assert [p.grad for p in model.parameters() if p.grad is not None] == []  # a log, say
+    with pytest.raises(SessionError, match="zero_grad"):
+        loss_of(model).backward()
+
+
+@pytest.mark.parametrize("who", ["optimizer", "model"])
+def test_gradients_that_are_gone_are_not_filled_with_zeros(opened: Any, who: str) -> None:
+    """Torch updates a parameter that a step does not use, if its gradient is zeros."""
+    model, optimizer, _ = opened
+    loss_of(model).backward()
+    optimizer.step()
+    who_clears = {"optimizer": optimizer, "model": model}[who]
+    with pytest.raises(SessionError, match=r"zeros.*set_to_none=True"):
+        who_clears.zero_grad(set_to_none=False)
+    who_clears.zero_grad(set_to_none=True)
+    loss_of(model).backward()
+    optimizer.step()
+
+
 def test_a_parameter_that_moves_to_another_group_is_noticed(tmp_path: Path) -> None:
     model, _ = make()
     halves = list(model.parameters())[::2], list(model.parameters())[1::2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +424,50 @@ def test_it_is_not_used_before_the_step(tmp_path: Path) -> None:
     optimizer.zero_grad()
     model(*batch(5))
     session.close()
+
+
+def test_threads_look_up_rows_of_one_table(tmp_path: Path) -> None:
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def look_up(weight: Tensor, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(60):
+            rows = torch.randint(ROWS, (6,), generator=generator)
+            with torch.no_grad():
+                found.append((rows, F.embedding(rows, weight)))
+
+    def do(model: Model, optimizer: Any, step: int) -> None:
+        if step != 5:
+            return
+        with ThreadPoolExecutor(4) as threads:
+            tasks = [threads.submit(look_up, model.tokens.weight, seed) for seed in range(4)]
+        for task in tasks:
+            task.result()
+        true = model.tokens.weight.detach().clone()
+        assert all(torch.equal(true[rows], values) for rows, values in found)
+
+    def look(session: Any, step: int) -> None:
+        pages[step] = tables_of(session).num_pages()
+
+    pages: dict[int, int] = {}
+    compare("adamw_fused", tmp_path, 7, do, look)
+    assert pages[4] == NUM_PAGES
+    assert len(found) == 2 * 240
+
+
+def test_rows_give_way_where_room_is_short(tmp_path: Path) -> None:
+    """What tables hold between two uses goes to disk before anything is refused."""
+    had: list[bool] = []
+
+    def look(session: Any, _: int) -> None:
+        moves = session._store.moves
+        assert moves.let_rows_go is not None
+        had.append(moves.let_rows_go())
+        assert table_module.TABLE_TAG not in moves.ledger.by_tag()
+        assert not moves.let_rows_go()
+
+    compare("adamw_fused", tmp_path, 40, look=look)
+    assert sum(had) > 30
 
 
 def test_rows_that_do_not_exist_are_torchs_error(tmp_path: Path) -> None:

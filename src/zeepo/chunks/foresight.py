@@ -16,6 +16,7 @@ from zeepo.chunks.eviction import choose_victims
 from zeepo.chunks.layout import align_up
 from zeepo.chunks.moves import PAGE_BYTES, Moves
 from zeepo.chunks.residents import LARGE_SHARE
+from zeepo.errors import BudgetError
 from zeepo.memory.spares import SPARE_TAG
 from zeepo.memory.tier import Tier
 
@@ -113,7 +114,10 @@ class Foresight:
                 chunk, nbytes + spoken_for
             ):
                 return
-            self._moves.start_fetch(chunk)
+            try:
+                self._moves.start_fetch(chunk)
+            except BudgetError:  # there was room a moment ago, and reading ahead may wait
+                return
             self._moves.counters.num_prefetches += 1
 
     def end_step(self) -> None:

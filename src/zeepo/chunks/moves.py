@@ -64,6 +64,8 @@ class Moves:
         """What may be held whatever the limit is at this moment: one function's needs."""
         self.wait_for_loan: Callable[[], bool] | None = None
         """Waits until a rank gives back what it borrowed; False if there is no such thing."""
+        self.let_rows_go: Callable[[], bool] | None = None
+        """Sends rows of embeddings that nobody uses now to disk; False if there are none."""
         self.budget: RamBudget | None = None
         """Moves the ledger's limit; without one the limit stays where it is."""
         self.must_have_room = False
@@ -178,6 +180,8 @@ class Moves:
             self.budget.look()
             return True
         if self.budget.lend(self.missing_bytes(nbytes)):
+            return True
+        if self.let_rows_go is not None and self.let_rows_go():
             return True
         if self.budget.spill is None:
             return False

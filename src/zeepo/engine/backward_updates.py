@@ -22,10 +22,12 @@ have their final gradients; what never gets there is left to `step()`.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 
 from torch import Tensor
 
@@ -37,11 +39,15 @@ from zeepo.engine.managed import Home, read_autograd_grad, write_autograd_grad
 from zeepo.engine.manager import Manager
 from zeepo.engine.ordinary_context import ordinary_context
 from zeepo.engine.step import OptimizerStep
+from zeepo.engine.table import Table
 from zeepo.engine.tables import Tables
 from zeepo.engine.tuning import tuning
 from zeepo.errors import SessionError, UnsupportedError
 from zeepo.optim.catalogue import Grain
 from zeepo.optim.shadow import Recipe
+
+FRAMES_LOOKED_AT = 10
+"""Between `zero_grad`, or a subclass's, and the property `grad` there are fewer."""
 
 
 class BackwardUpdates:
@@ -75,6 +81,7 @@ class BackwardUpdates:
         self._manager.gradients.on_arrival = self._arrived
         self._manager.gradients.use_up = self._use_up
         self._manager.find_lookup = self._tables.lookup
+        self._manager.store.moves.let_rows_go = self._tables.let_go
         self._manager.node_leases.table_behind = self._tables.behind
         self._manager.gradients.check = self._refuse_if_consumed
         self._step.before_run = self._begin_step
@@ -95,6 +102,7 @@ class BackwardUpdates:
         gradients = self._manager.gradients
         gradients.on_arrival = gradients.check = gradients.use_up = None
         self._manager.find_lookup = self._manager.node_leases.table_behind = None
+        self._manager.store.moves.let_rows_go = None
         self._step.before_run = None
         self._let_go()
 
@@ -183,6 +191,10 @@ class BackwardUpdates:
         table = self._tables.of(home)
         if table is None or id(home) in self._consumed or self._is_accumulating:
             return False
+        with self._manager.store.lock:  # another thread may look up rows
+            return self._use_up_rows(home, table)
+
+    def _use_up_rows(self, home: Home, table: Table) -> bool:
         assert home.parameter is not None
         gradient = read_autograd_grad(home.parameter)
         num_seen, num_expected = self._seen[id(home)] + 1, self._expected[id(home)]
@@ -231,7 +243,7 @@ class BackwardUpdates:
         self._let_go()
 
     def _refuse_uncleared(self, what: str) -> None:
-        """Of the last step's gradients nobody has asked for, as `zero_grad()` does."""
+        """The last step's gradients that nobody has cleared."""
         if self._gone:
             names = list(self._gone.values())
             raise SessionError(
@@ -248,15 +260,36 @@ class BackwardUpdates:
         self._consumed.clear()
         self._recipe = None
 
-    def _refuse_if_consumed(self, home: Home) -> None:
-        """Somebody asks for a gradient: between backward and step there is none."""
-        self._gone.pop(id(home), None)
+    def _refuse_if_consumed(self, home: Home, is_write: bool) -> None:
+        """Somebody asks for a gradient, or sets it: between backward and step there is none."""
+        if id(home) in self._gone and (is_write or _is_cleared_by_zero_grad(home)):
+            del self._gone[id(home)]
         if id(home) in self._consumed:
             raise SessionError(
                 f"the gradient of {home.name} is gone: with update='backward' the parameter was "
                 "updated with it before backward() ended. Whoever reads, clips, unscales or "
                 "clears gradients before optimizer.step() needs update='step'."
             )
+
+
+def _is_cleared_by_zero_grad(home: Home) -> bool:
+    """Whether a gradient is read by somebody's `zero_grad(set_to_none=True)`, which sees that there
+    is none and leaves it so. To read it for another reason clears nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(FRAMES_LOOKED_AT):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "zero_grad" and "set_to_none" in frame.f_locals:
+            if frame.f_locals["set_to_none"]:
+                return True
+            raise SessionError(
+                f"zero_grad(set_to_none=False): the gradient of {home.name} is gone, and with "
+                "update='backward' there is none to fill with zeros. torch would update a "
+                "parameter with these zeros when a step does not use it: call "
+                "zero_grad(set_to_none=True), or use update='step'."
+            )
+        frame = frame.f_back
+    return False
 
 
 def _refuse_use(chunk: Chunk) -> None:

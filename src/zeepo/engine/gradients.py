@@ -51,7 +51,7 @@ class Gradients:
         """Asked before the slot is changed: whether what arrived was used up at once."""
         self.on_arrival: Callable[[Home], None] | None = None
         """Told afterwards: the slot has the sum."""
-        self.check: Callable[[Home], None] | None = None
+        self.check: Callable[[Home, bool], None] | None = None
         """Asked before the user gets at a gradient."""
 
     def take_over(self, home: Home) -> None:
@@ -183,7 +183,7 @@ class Gradients:
     def read(self, home: Home) -> Tensor | None:
         """What `p.grad` is."""
         if self.check is not None:
-            self.check(home)
+            self.check(home, False)
         return self.held(home)
 
     def held(self, home: Home) -> Tensor | None:
@@ -200,7 +200,7 @@ class Gradients:
         """`p.grad = value`."""
         assert home.parameter is not None
         if self.check is not None:
-            self.check(home)
+            self.check(home, True)
         if value is not None and value is home.grad:
             return
         if value is not None and home_of(value) is not None:

@@ -207,7 +207,7 @@ class Manager:
                 self.raw_leases.look_again()
                 return result
         lookup = self.find_lookup and self.find_lookup(func, args, kwargs, homes)
-        with plain_torch(), lookup or nullcontext(chunks) as chunks:
+        with lookup or nullcontext(chunks) as chunks, plain_torch():
             self.store.lease(chunks)
             try:
                 versions = [_version(t) for t in managed]

@@ -39,12 +39,16 @@ class StoppedStep:
 
     def is_called_again(self, gradients: Gradients) -> bool:
         """Whether these are the gradients it had, unchanged."""
-        known = zip(self._gradients, gradients, strict=False)
-        return len(gradients) == len(self._gradients) and all(
-            g is None if then is None else then[0]() is g and then[1] == g._version
-            for then, g in known
-        )
+        is_as_many = len(gradients) == len(self._gradients)
+        return is_as_many and all(map(_is_same, self._gradients, gradients))
 
     def end(self) -> None:
         """Everything is done."""
         self._hook.remove()
+
+
+def _is_same(then: tuple[ref[Tensor], int] | None, now: Tensor | None) -> bool:
+    if then is None or now is None:
+        return then is now
+    gradient, version = then
+    return gradient() is now and version == now._version

@@ -233,6 +233,14 @@ class Table:
         if held is not None:
             self._let_go(held)
 
+    def let_go(self) -> bool:
+        """Nothing is in RAM afterwards; whether anything was."""
+        has_any = bool(self._held or self._sweep or self._writing)
+        self._finish_sweep()
+        self.flush()
+        self._settle()
+        return has_any
+
     def _let_go(self, held: Held) -> None:
         if not held.is_changed:
             held.buffer.release()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from types import TracebackType
 from typing import Any
 
@@ -87,9 +88,12 @@ class Tables:
         """How a function gets its rows, if it is a lookup in a table or in what may become one."""
         if func is not F.embedding or len(homes) != 1 or not _takes_rows_alone(args, kwargs):
             return None
-        home, rows = homes[0], args[0]
-        if args[1] is not home.parameter or not self._may_be(home):
+        if args[1] is not homes[0].parameter or not self._may_be(homes[0]):
             return None
+        return Lookup(self, homes[0], args[0])
+
+    def begin(self, home: Home, rows: Tensor) -> tuple[Table | None, Callable[[], None] | None]:
+        """Of a lookup: the table its rows come from, or what has to be done at its end."""
         num_rows, row_bytes = home.plain.shape[0], _nbytes(home) // home.plain.shape[0]
         num_pages = len(pages_of_rows(rows, num_rows, row_bytes))
         is_few = num_pages <= LARGEST_SHARE * _num_pages(home)
@@ -97,14 +101,14 @@ class Tables:
         if table is not None:
             if home.chunk.before_use is not self._hooks[home.chunk.key]:
                 home.chunk.before_use()  # type: ignore[misc]  # refused between backward and step
-            return Lookup(table, rows) if is_few else None
+            return (table if is_few else None), None
         candidate = self._candidates.setdefault(home.chunk.key, _Candidate())
         candidate.num_pages += num_pages
         if is_few and candidate.num_good >= candidate.num_wanted and not candidate.never:
             table = self._make(home, candidate)
             if table is not None:
-                return Lookup(table, rows)
-        return Lookup(None, rows, partial(self._watch, home.chunk, candidate), home.chunk)
+                return table, None
+        return None, partial(self._watch, home.chunk, candidate)
 
     def _may_be(self, home: Home) -> bool:
         chunk, plain = home.chunk, home.plain
@@ -217,30 +221,47 @@ class Tables:
             candidate = self._candidates[key]
             candidate.num_wanted, candidate.num_good = 2 * candidate.num_wanted, 0
 
+    def let_go(self) -> bool:
+        """Room is short: what tables hold between two uses goes to disk; whether that was any."""
+        return sum(table.let_go() for table in self._tables.values()) > 0
+
+    @property
+    def lock(self) -> RLock:
+        """Held while rows are used."""
+        return self._store.lock
+
     def num_pages(self) -> int:
         """How many pages are in tables."""
         return sum(_num_pages(table.home) for table in self._tables.values())
 
 
 class Lookup:
-    """Entered while a lookup runs: its rows are there, but for what has to be leased."""
+    """Entered while a lookup runs: its rows are there, or its chunk has to be leased.
 
-    def __init__(
-        self,
-        table: Table | None,
-        rows: Tensor,
-        at_end: Callable[[], None] | None = None,
-        chunk: Chunk | None = None,
-    ):
-        self._table = table
+    Rows of a table are at their places for one lookup at a time, whichever thread asks.
+    """
+
+    def __init__(self, tables: Tables, home: Home, rows: Tensor):
+        self._tables = tables
+        self._home = home
         self._rows = rows
-        self._at_end = at_end
-        self._chunks = [] if chunk is None else [chunk]
+        self._table: Table | None = None
+        self._at_end: Callable[[], None] | None = None
 
     def __enter__(self) -> list[Chunk]:
+        lock = self._tables.lock
+        lock.acquire()
+        try:
+            self._table, self._at_end = self._tables.begin(self._home, self._rows)
+            if self._table is not None:
+                self._table.show(self._rows)
+        except BaseException:
+            lock.release()
+            raise
         if self._table is not None:
-            self._table.show(self._rows)
-        return self._chunks
+            return []
+        lock.release()
+        return [self._home.chunk]
 
     def __exit__(
         self,
@@ -249,9 +270,13 @@ class Lookup:
         trace: TracebackType | None,
     ) -> None:
         if self._table is not None:
-            self._table.hide()
+            try:
+                self._table.hide()
+            finally:
+                self._tables.lock.release()
         if self._at_end is not None:
-            self._at_end()
+            with self._tables.lock:
+                self._at_end()
 
 
 def _takes_rows_alone(args: Any, kwargs: Mapping[str, Any]) -> bool:
