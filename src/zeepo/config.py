@@ -96,6 +96,7 @@ def resolve_options(
     keywords: Mapping[str, object],
     config_path: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
+    caller: str = "zeepo.init",
 ) -> Options:
     """Merge the three sources, check every value and return the session's options.
 
@@ -112,7 +113,7 @@ def resolve_options(
             )
         given.update(_from_file(Path(config_path)))
     given.update(_from_variables(environ))
-    given.update(_from_keywords(keywords))
+    given.update(_from_keywords(keywords, caller))
 
     values = {name: _parse(name, item) for name, item in given.items()}
     options = Options(**values)
@@ -168,10 +169,10 @@ def _from_variables(environ: Mapping[str, str]) -> dict[str, _Given]:
     return given
 
 
-def _from_keywords(keywords: Mapping[str, object]) -> dict[str, _Given]:
+def _from_keywords(keywords: Mapping[str, object], caller: str) -> dict[str, _Given]:
     others = ("model", "optimizer", "config")
-    check_names(keywords, OPTION_NAMES, "among the keywords of zeepo.init", others)
-    return {name: _Given(value, "given to zeepo.init") for name, value in keywords.items()}
+    check_names(keywords, OPTION_NAMES, f"among the keywords of {caller}", others)
+    return {name: _Given(value, f"given to {caller}") for name, value in keywords.items()}
 
 
 def check_names(

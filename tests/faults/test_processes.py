@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import zeepo
@@ -25,18 +26,19 @@ def _use_in_child(model: torch.nn.Module, answers: Any) -> None:
     answers.put(found)
 
 
-def test_a_forked_child_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_forked_child_is_refused_by_name(tmp_path: Path, num_steps: int) -> None:
     model, optimizer = build()
     plain, plain_optimizer = build()
     with open_at_minimum(model, optimizer, tmp_path):
-        train(model, optimizer, range(2))
+        train(model, optimizer, range(num_steps))
         context = multiprocessing.get_context("fork")
         answers = context.Queue()
         child = context.Process(target=_use_in_child, args=(model, answers))
         child.start()
         assert answers.get(timeout=30) == [("SessionError", True)] * 2
         child.join(30)
-        train(model, optimizer, range(2, 4))
+        train(model, optimizer, range(num_steps, 4))
     train(plain, plain_optimizer, range(4))
     assert_same(model, optimizer, plain, plain_optimizer)
 

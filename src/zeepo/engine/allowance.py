@@ -145,6 +145,7 @@ class Allowance:
         if tuning().estimate and not any(map(is_compiled, modules)):
 
             def act(model: nn.Module, args: Any, kwargs: Any) -> None:
+                manager.store.check_process()
                 self._plan_for_batch(manager, model, args, kwargs)
                 tell(self.plan)
                 refuse_too_little(self.plan, has_disk=self._has_disk)

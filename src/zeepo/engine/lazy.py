@@ -194,7 +194,7 @@ class lazy:
         given = {"ram": ram, "disk": disk, "progress": progress}
         environ = {"ZEEPO_DISK": str(_default_disk()), **os.environ}
         stated = {name: value for name, value in given.items() if value is not None}
-        self._options = resolve_options(stated, environ=environ)
+        self._options = resolve_options(stated, environ=environ, caller="zeepo.lazy")
         self._originals: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> None:

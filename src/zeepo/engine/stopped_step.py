@@ -49,6 +49,6 @@ class StoppedStep:
 
 def _is_same(then: tuple[ref[Tensor], int] | None, now: Tensor | None) -> bool:
     if then is None or now is None:
-        return then is now
+        return then is None and now is None
     gradient, version = then
     return gradient() is now and version == now._version
