@@ -210,3 +210,17 @@ def test_changes_of_managed_memory(tmp_path: Path, name: str) -> None:
         train(model, optimizer, range(1, 3))
     train(plain, plain_optimizer, range(3))
     assert_same(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_an_optimizer_of_another_model_is_pointed_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_other: bool
+) -> None:
+    """Plain PyTorch trains nothing then, without a word."""
+    model, optimizer = build()
+    if is_other:
+        model, _ = build()
+    with zeepo.init(model, optimizer, ram="1GiB", disk=tmp_path, progress=False):
+        train(model, optimizer, range(1))
+    said = capsys.readouterr().err
+    assert ("none of them of the model given" in said) is is_other

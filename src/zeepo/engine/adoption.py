@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from zeepo import events
 from zeepo.chunks.chunk import Kind
 from zeepo.chunks.layout import pack
 from zeepo.chunks.storages import address, num_users
@@ -51,6 +52,8 @@ def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimi
             _refuse_module(name or "the model", module)
         for name, p in model.named_parameters(prefix=prefix):
             named.setdefault(id(p), (name, p))
+    if named:
+        _warn_of_strangers(optimizers, named)
     for name, loose in loose_parameters(optimizers, named):
         named.setdefault(id(loose), (name, loose))
     ranges: dict[int, list[tuple[int, int, str]]] = {}
@@ -62,6 +65,18 @@ def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimi
         span = (low, low + tensor.numel() * tensor.element_size(), name)
         ranges.setdefault(address(tensor.untyped_storage()), []).append(span)
     _refuse_overlap(ranges.values())
+
+
+def _warn_of_strangers(optimizers: Sequence[Optimizer], of_models: Container[int]) -> None:
+    """An optimizer that updates nothing of the models given with it is mostly another model's."""
+    for optimizer in optimizers:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if own and not any(id(p) in of_models for p in own):
+            events.warn(
+                f"{type(optimizer).__name__} updates {len(own)} parameters, none of them of the "
+                "model given to zeepo.init: the model will not be trained by it. Was the model "
+                "built anew, or copied, after the optimizer was made?"
+            )
 
 
 def loose_parameters(
