@@ -244,11 +244,8 @@ class Moves:
         self.counters.num_writes += 1
 
     def collect_write(self, chunk: Chunk) -> None:
-        """Take note of a write that is done, without waiting.
-
-        One that failed is as if it had not been tried: what was true of the disk then (no space
-        left) says nothing of now, and the next try tells if it is true still.
-        """
+        """Take note of a write that is done, without waiting. One that failed is as if it had not
+        been tried: the disk may have room by now, and the next try tells."""
         if chunk.writing is None or not chunk.writing.done():
             return
         if isinstance(chunk.writing.exception(), DiskError):

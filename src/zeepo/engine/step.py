@@ -23,18 +23,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeepo.chunks.storages import memory_of
 from zeepo.chunks.store import Chunk
 from zeepo.engine.managed import Home, home_of, plain_torch, read_autograd_grad
 from zeepo.engine.manager import Manager
+from zeepo.engine.odd_gradients import update_with_odd_gradient
 from zeepo.engine.ordinary_context import is_ordinary_context, ordinary_context
 from zeepo.engine.ranks import Ranks
 from zeepo.engine.sharded import Sharded
 from zeepo.engine.states import States
+from zeepo.engine.step_facts import digest_of_state
 from zeepo.engine.stopped_step import StoppedStep, can_be_continued
 from zeepo.engine.tuning import Tuning
 from zeepo.engine.update import ChunkUpdate, count_ahead
@@ -114,8 +114,9 @@ class OptimizerStep:
             self._update_with_ranks(ranks, now)
         else:
             self._update_all(self._in_order_of_next_use(now), began=bool(later), is_last=not odd)
-        for home, group in odd:
-            self._update_with_odd_gradient(recipe, home, group)
+        for target in odd:
+            visible = self._entry(target[0])
+            update_with_odd_gradient(self._manager, self.states, recipe, target, visible)
         self._publish_entries()
 
     def _update_all(
@@ -375,19 +376,8 @@ class OptimizerStep:
         """At init: each rank will keep a part of what must be one state."""
         if self._manager.ranks is None:
             return
-        hasher = xxhash.xxh3_128()
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                for name, value in self.optimizer.state.get(p, {}).items():
-                    hasher.update(name.encode())
-                    if isinstance(value, Tensor) and value.layout is torch.strided:
-                        copy = value.detach().clone()  # its storage holds nothing else
-                        hasher.update(memory_of(copy.untyped_storage()))
-                    elif isinstance(value, (int, float)):
-                        hasher.update(repr(value).encode())
-                hasher.update(b";")
         kind = type(self.optimizer).__name__
-        self._manager.ranks.agree_on_state(hasher.digest(), kind)
+        self._manager.ranks.agree_on_state(digest_of_state(self.optimizer), kind)
 
     def take_in_states(self) -> None:
         """After an optimizer ran its own step: page the state it created."""
@@ -398,29 +388,3 @@ class OptimizerStep:
                     self.states.take_in_all(home, self.optimizer.state[p])
         for chunk in self.states.known_chunks():
             self.states.offer_to_ranks(chunk)
-
-    # -- what does not fit ------------------------------------------------------------------------
-
-    def _update_with_odd_gradient(self, recipe: Recipe, home: Home, group: int) -> None:
-        """Sparse and differentiable gradients: the whole parameter, as torch would do it."""
-        visible = self._entry(home)
-        self.states.take_in_all(home, visible)
-        chunks = {v.chunk.key: v.chunk for v in map(home_of, visible.values()) if v is not None}
-        leased = [home.chunk, *chunks.values()]
-        self._store.lease(leased)
-        try:
-            with plain_torch():
-                tensor = home.plain.detach()
-                assert home.parameter is not None
-                tensor.grad = read_autograd_grad(home.parameter)
-                state = {k: h.plain if (h := home_of(v)) else v for k, v in visible.items()}
-                states = {tensor: state} if state else {}
-                new = recipe.run_on({group: [tensor]}, states)
-            for changed in leased:
-                self._store.mark_changed(changed)
-        finally:
-            self._store.release(leased)
-        for name, value in new.get(tensor, {}).items():
-            if home_of(visible.get(name)) is None:
-                visible[name] = value
-        self.states.take_in_all(home, visible)

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
+from torch.optim import Optimizer
 
+from zeepo.chunks.storages import memory_of
 from zeepo.errors import RankError
 
 DIGEST_BYTES = 8
@@ -48,6 +51,22 @@ class StepFacts:
             xxhash.xxh3_64_digest(repr(v).encode()) for v in (optimizer, known, with_gradient)
         ]
         return b"".join([*digests, changes.digest()])
+
+
+def digest_of_state(optimizer: Optimizer) -> bytes:
+    """Of an optimizer's state as it is: each rank will keep a part of what must be one state."""
+    hasher = xxhash.xxh3_128()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for name, value in optimizer.state.get(p, {}).items():
+                hasher.update(name.encode())
+                if isinstance(value, Tensor) and value.layout is torch.strided:
+                    copy = value.detach().clone()  # its storage holds nothing else
+                    hasher.update(memory_of(copy.untyped_storage()))
+                elif isinstance(value, (int, float)):
+                    hasher.update(repr(value).encode())
+            hasher.update(b";")
+    return hasher.digest()
 
 
 def check_same(told: Sequence[bytes]) -> None:
