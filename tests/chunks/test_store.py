@@ -258,6 +258,36 @@ def test_idle_buffers_go_before_chunks() -> None:
     assert second.is_resident
 
 
+@pytest.mark.parametrize(
+    ("present", "runs"),
+    [
+        ([0, 1, 2, 3], [(0, 4)]),
+        ([0, 2, 3], [(0, 1), (2, 4)]),
+        ([1, 2], [(1, 3)]),
+        ([3], [(3, 4)]),
+    ],
+)
+def test_a_slot_that_holds_nothing_is_nobodys(
+    present: list[int], runs: list[tuple[int, int]]
+) -> None:
+    """Its place in a buffer has the bytes of the last holder: other ranks would add them."""
+    bench = Bench(8)
+    layout = pack([(f"g{number}", PAGE) for number in range(4)])
+    chunk = bench.store.create(Kind.GRAD, "grads", layout, bench.lower)
+    for number in present:
+        value = torch.full((NUMEL,), float(number + 1))
+        bench.store.adopt(chunk, number, value.untyped_storage())
+    bench.store.evict(chunk)
+    left = bench.pool.acquire(4 * PAGE, "garbage")
+    left.memory[:] = b"\xff" * (4 * PAGE)
+    left.release()
+    bench.store.lease([chunk])
+    assert chunk.buffer is not None
+    assert [(at, at + piece.nbytes) for at, piece in chunk.pieces()] == [
+        (low * PAGE, high * PAGE) for low, high in runs
+    ]
+
+
 def test_what_can_leave_has_left_before_the_guarantee_is_asked() -> None:
     bench = Bench(4, guaranteed_pages=3)
     leased, other, movable, wanted = (bench.chunk(float(n)) for n in range(4))

@@ -37,6 +37,8 @@ SHORT = [
     ("plain_perceptron_adamw", 3, Way(3, "grads_ram")),
     ("module_called_several_times", 3, Way(0, "disk")),
     ("parameter_groups", 3, Way(2, "ram")),
+    ("several_losses", 2, Way(3, "disk", PIECES)),
+    ("mixture_of_experts", 2, Way(1, "disk")),
 ]
 """The most different ones."""
 
@@ -51,9 +53,6 @@ LIKE_DDP = [
     "recurrent_lstm",
     "convolution",
     "mixture_of_experts",
-    "hf_llama",
-    "hf_t5",
-    "hf_llama_checkpoint_non_reentrant",
     "checkpoint_non_reentrant",
     "module_called_several_times",
     "containers_and_tiny_parameters",
@@ -107,6 +106,9 @@ WITH_CLIPPING = [
     "clip_grad_norm_1_foreach_none",
     "clip_grad_norm_inf_foreach_none",
     "hf_gpt2",
+    "hf_llama",
+    "hf_llama_checkpoint_non_reentrant",
+    "hf_t5",
     "hf_mixtral",
     "hf_bert",
 ]

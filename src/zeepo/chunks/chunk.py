@@ -213,10 +213,25 @@ class Chunk:
         self.is_buffer_lent = False
         self.is_resident = False
 
+    def _present_runs(self) -> list[tuple[int, int]]:
+        """Where the slots are that hold something, neighbours in one run."""
+        starts = [slot.offset_bytes for slot in self.layout.slots]
+        runs: list[tuple[int, int]] = []
+        for index, end in enumerate([*starts[1:], self.layout.nbytes]):
+            if self.storages[index] is None:
+                continue
+            low = starts[index] if index else 0
+            if runs and runs[-1][1] == low:
+                low, _ = runs.pop()
+            runs.append((low, end))
+        return runs
+
     def pieces(self) -> list[tuple[int, memoryview]]:
-        """The resident bytes as (offset, bytes), for a write."""
+        """The resident bytes as (offset, bytes), for a write or for other ranks; nothing of slots
+        that hold nothing: a buffer still has there what its last holder left."""
         if self.buffer is not None and not self.own_memory:
-            return [(0, self.buffer.memory[: self.layout.nbytes])]
+            memory = self.buffer.memory
+            return [(low, memory[low:high]) for low, high in self._present_runs()]
         return [
             (self.layout.slots[index].offset_bytes, memory_of(storage))
             for index, storage in self.present()
