@@ -52,8 +52,6 @@ def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimi
             _refuse_module(name or "the model", module)
         for name, p in model.named_parameters(prefix=prefix):
             named.setdefault(id(p), (name, p))
-    if named:
-        _warn_of_strangers(optimizers, named)
     for name, loose in loose_parameters(optimizers, named):
         named.setdefault(id(loose), (name, loose))
     ranges: dict[int, list[tuple[int, int, str]]] = {}
@@ -67,8 +65,9 @@ def refuse_unmanageable(models: Sequence[nn.Module], optimizers: Sequence[Optimi
     _refuse_overlap(ranges.values())
 
 
-def _warn_of_strangers(optimizers: Sequence[Optimizer], of_models: Container[int]) -> None:
+def warn_of_strangers(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """An optimizer that updates nothing of the models given with it is mostly another model's."""
+    of_models = {id(p) for model in models for p in model.parameters()}
     for optimizer in optimizers:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if own and not any(id(p) in of_models for p in own):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeepo.config import resolve_options
-from zeepo.engine.adoption import models_and_optimizers
+from zeepo.engine.adoption import models_and_optimizers, warn_of_strangers
 from zeepo.engine.late import LateSession, live_optimizers
 from zeepo.engine.session import Session
 from zeepo.errors import ConfigError, SessionError
@@ -63,6 +63,7 @@ def init(
     if not models:
         _session = LateSession(resolved)
     else:
+        warn_of_strangers(models, optimizers)
         _session = Session(models, optimizers or live_optimizers(models), resolved)
     return _session
 
