@@ -343,7 +343,7 @@ def growth_mib(mode: str, ram: str, disk: Path) -> float:
     return int(done.stdout) / 1024
 
 
-@pytest.mark.parametrize(("mode", "ram"), [("disk", "1GiB"), ("auto", "300MiB")])
+@pytest.mark.parametrize(("mode", "ram"), [("disk", "1GiB"), ("auto", "260MiB")])
 @pytest.mark.slow
 def test_memory_is_really_freed(tmp_path: Path, mode: str, ram: str) -> None:
     """Sixteen blocks save 16 MiB behind their tanh and 2 MiB before."""
