@@ -200,10 +200,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
         curves = report[part]["losses"]
         expected = smooth(curves["fp32"])
         for name, losses in curves.items():
-            left.plot(smooth(losses), label=f"{name} states", linewidth=1.2)
+            color = f"C{FORMATS.index(name)}"
+            left.plot(smooth(losses), label=f"{name} states", linewidth=1.2, color=color)
             if name != "fp32":
                 differences = [a - b for a, b in zip(smooth(losses), expected, strict=True)]
-                right.plot(differences, label=f"{name} states", linewidth=1.2)
+                right.plot(differences, linewidth=1.2, color=color)
         left.set_title(f"{part}: loss, mean of {WINDOW}", fontsize=9)
         right.set_title(f"{part}: less that of fp32", fontsize=9)
         for axis in (left, right):
