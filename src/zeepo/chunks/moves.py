@@ -169,6 +169,8 @@ class Moves:
         needed = self.ledger.used_bytes - self.pool.idle_bytes + wanted
         unused_bytes = 0 if self.budget is None else self.budget.unused_bytes()
         if needed > self._guaranteed_bytes and wanted > unused_bytes:
+            if self.let_rows_go is not None and self.let_rows_go():
+                return
             raise BudgetError(no_room_message(self.chunks.values(), self.ledger, nbytes))
         self.ledger.limit_bytes = max(needed, self.ledger.limit_bytes or 0)
 
@@ -180,8 +182,6 @@ class Moves:
             self.budget.look()
             return True
         if self.budget.lend(self.missing_bytes(nbytes)):
-            return True
-        if self.let_rows_go is not None and self.let_rows_go():
             return True
         if self.budget.spill is None:
             return False
