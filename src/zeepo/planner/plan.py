@@ -19,7 +19,8 @@ CUT_BYTES = 64
 """A part may be larger than its share by so much: cuts lie at multiples of it."""
 TORCH_GROWTH_BYTES = 82 * MiB
 """What torch's lazily loaded parts take after import (measured after four steps of models of a few
-KiB: linear layers 78 to 82 MiB, a GPT 89, an LSTM 91, convolutions 92: for these the slack has to do)."""
+KiB: linear layers 78 to 82 MiB, a GPT 89, an LSTM 91, convolutions 92, for which the slack has to
+do)."""
 ACTIVATION_BYTES = 16 * MiB
 """For activations and temporaries as long as no batch was seen, and never less."""
 TOLERATED_BYTES = 48 * MiB
