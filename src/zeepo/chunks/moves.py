@@ -299,9 +299,8 @@ class Moves:
             return
         if chunk.is_short_lived or chunk.key in self.residents.keys:
             return
-        held = self.in_ram.values()
-        changed_bytes = sum(c.resident_bytes for c in held if c.is_dirty and c.is_resident)
-        if chunk.kind is Kind.GRAD and changed_bytes < GRADS_STAY * limit:
+        changed = (c.resident_bytes for c in self.in_ram.values() if c.is_dirty and c.is_resident)
+        if chunk.kind is Kind.GRAD and sum(changed) < GRADS_STAY * limit:
             return
         next_use = self.trace.next_use(chunk.key)
         if LOOKAHEAD_CHUNKS < next_use < float("inf"):
